@@ -34,6 +34,7 @@ from fsshard.checkpoint.format.object_store import identity_of_url, is_url
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
+from fsshard.checkpoint.position import DataPosition
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -107,6 +108,7 @@ def load(
     trust_pickle: bool = False,
     key: str | None = None,
     objects: Sequence[type] = (),
+    loader: Any = None,
     timeout: float = parts.TIMEOUT,
     **state: Any,
 ) -> Loaded:
@@ -140,6 +142,7 @@ def load(
         key: the place of the model's state dict in another program's checkpoint where several fit: ``"student"``.
         objects: classes of objects within an optimizer's state, ``[TensorGaLoreProjector]``, where the optimizer has
             none yet: the fields that were saved are given to new ones. A file's own word makes no object.
+        loader: goes on with the next sample, on another number of ranks too (docs/data.md).
         timeout: seconds to wait for ranks that do not call this.
         **state: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
 
@@ -165,7 +168,8 @@ def load(
     channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
     classes = by_class_name(objects)
-    targets = parts.named_objects(scheduler, scaler, state)
+    settings = next(iter(models.values())).backend.settings
+    targets = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
     called = parts.as_called(
         call,
         models,
@@ -552,6 +556,8 @@ class _Load:
         trees = saved["per_rank"]
         if len(trees) == settings.all_ranks:
             self.objects[name] = self.reader.tree(trees[settings.overall_rank])
+        elif isinstance(self.targets.get(name), DataPosition):
+            self.objects[name] = [self.reader.tree(tree) for tree in trees]
         elif name in self.targets:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "

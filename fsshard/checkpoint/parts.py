@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
+from fsshard.backends.settings import Settings
 from fsshard.backends.whole import check_divisible, gather, raw_state_dict, state_divides, state_entry, state_of
 from fsshard.checkpoint.format.division import (
     Division,
@@ -46,6 +47,7 @@ from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
 from fsshard.checkpoint.models import Models, prefix, quoted
+from fsshard.checkpoint.position import DataPosition
 from fsshard.comm.agreement import Channel, agree
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
@@ -895,6 +897,13 @@ def named_objects(
         objects["scaler"] = scaler
     objects.update(others)
     return {name: as_one(value) for name, value in objects.items()}
+
+
+def with_loader(state: Mapping[str, Any], loader: Any, settings: Settings) -> dict[str, Any]:
+    """Return state by name, with the loader's place in the data among it."""
+    if loader is None:
+        return dict(state)
+    return {"loader": DataPosition(loader, settings), **state}
 
 
 def check_places(scheduler: Any, scaler: Any, call: str) -> None:
