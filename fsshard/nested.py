@@ -164,11 +164,6 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def has_arrays(value: Any) -> bool:
-    """Return whether ``value`` is, or contains, a tensor or numpy array with a dim."""
-    return any(map(is_array, leaves(value)))
-
-
 def is_array(value: Any) -> bool:
     """Return whether ``value`` holds samples along dim 0: a tensor or numpy array that has one."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0

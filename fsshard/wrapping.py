@@ -36,6 +36,7 @@ from fsshard.model.checks import (
     mark_managed,
 )
 from fsshard.model.compiling import check_compilation, compile_units, resolve_compilation, takes_compiled_models
+from fsshard.model.ignored import Ignored
 from fsshard.model.memory_layout import own_memory
 from fsshard.model.meta import check_resettable, initialiser, ranks_on_meta, value_source
 from fsshard.model.precision import (
@@ -51,6 +52,7 @@ from fsshard.parallel.model_mesh import ModelMesh, find_model_mesh
 from fsshard.parallel.replicas import check_even_dtensors, check_same_on_mesh, check_split_fields, send_values
 from fsshard.planning.arguments import (
     BackendName,
+    IgnoredStates,
     Initialiser,
     PrecisionChoice,
     Recomputed,
@@ -138,6 +140,7 @@ def wrap(
     compile: bool | Mapping[str, Any] = False,
     replicated: Replicated = None,
     sharded: Sharded = None,
+    ignored_states: IgnoredStates = None,
     **backend_options: Any,
 ) -> Any:
     r"""Put ``model`` under an engine. Collective over the ranks that share the work.
@@ -181,6 +184,9 @@ def wrap(
             summed over these ranks; ``(mesh["cp"], "mean")`` averages them.
         sharded: plain parameters that the ranks of another mesh dimension hold in parts, one after the other along a
             dim: ``{r"\.qkv\.": (mesh["tp"], 0)}``. DTensor parameters need no entry in either argument.
+        ignored_states: parameters, or modules with all of theirs, that no engine gets: each rank has them whole, with
+            gradients of its own, and state dicts have rank 0's. Frozen quantised weights are such; one that trains is
+            stepped by a torch optimizer of its own.
         **backend_options: options of one backend, such as ``reshard_after_forward=`` of ``fsdp2`` or
             ``implementation="native"`` of ``fairscale``, and the arguments of torch's FSDP, ``fully_shard`` and DDP by
             their own names. docs/torch-arguments.md lists them.
@@ -195,8 +201,7 @@ def wrap(
     """
     device_mesh = data_mesh(device_mesh, hybrid=asks_for_hybrid(sharding_strategy))
     group = _group(device_mesh)
-    table = ModuleTable(model)
-    mesh = _model_mesh(table, group, device_mesh, replicated, sharded)
+    ignored = Ignored(model, ignored_states)
     request = _WrapRequest(
         backend=backend,
         auto_wrap_policy=auto_wrap_policy,
@@ -210,31 +215,51 @@ def wrap(
         broadcast_buffers=broadcast_buffers,
         param_init_fn=param_init_fn,
         compile=compile,
+        ignored=ignored,
         options=backend_options,
     )
     handed = HandedOver(optimizer, scheduler)
+    with ignored.hidden():
+        table = ModuleTable(model)
+        mesh = _model_mesh(table, group, device_mesh, replicated, sharded)
+        # Of DTensors; put back where something is refused.
+        with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(table.modules):
+            everyone = group if mesh is None else mesh.group
+            engine, settings, slots = agree(everyone, lambda: _validated(table, request, handed, group, mesh))
+            asked = _asked(request, settings, handed)
+            agree(None if mesh is None else everyone, lambda: check_same_model(table.buffers(), slots, asked, group))
+            if settings.model_mesh is not None:
+                check_same_on_mesh(table, slots, settings.model_mesh, settings.rank)
+            if handed.optimizer is not None:
+                agree(settings.everyone, lambda: handed.check_separable(engine, settings))
+            on_meta = ranks_on_meta(slots, group)
+            if _ONLY_CHECKS.get():
+                raise _Passed
+        wrapped = _sharded(table, request, engine, settings, slots, on_meta, sync_module_states)
+    ignored.move(settings.device)
+    return handed.given_back(wrapped)
 
-    # Of DTensors; put back where something is refused.
-    with taking_part(group, WHAT), contextlib.nullcontext() if mesh is None else keep_local_parts(table.modules):
-        everyone = group if mesh is None else mesh.group
-        engine, settings, slots = agree(everyone, lambda: _validated(table, request, handed, group, mesh))
-        asked = _asked(request, settings, handed)
-        agree(None if mesh is None else everyone, lambda: check_same_model(table.buffers(), slots, asked, group))
-        if settings.model_mesh is not None:
-            check_same_on_mesh(table, slots, settings.model_mesh, settings.rank)
-        if handed.optimizer is not None:
-            agree(settings.everyone, lambda: handed.check_separable(engine, settings))
-        on_meta = ranks_on_meta(slots, group)
-        if _ONLY_CHECKS.get():
-            raise _Passed
+
+def _sharded(
+    table: ModuleTable,
+    request: _WrapRequest,
+    engine: Any,
+    settings: Settings,
+    slots: list[ParameterSlot],
+    on_meta: Sequence[bool],
+    sync_module_states: bool,
+) -> ShardedModule:
+    """Put a model that has passed all checks under its engine. Collective."""
+    group = settings.group
+    assert group is not None, "wrap() makes one where there is none"
     # From here on the model is changed: all that can be refused has been. Its modules stay until an engine takes them.
     modules = table.modules
     own_memory(modules.values())
     if any(on_meta):
-        init = initialiser(param_init_fn)
+        init = initialiser(request.param_init_fn)
         settings = replace(settings, source=value_source(modules, slots, on_meta, settings.device, group, init))
     elif any(tensor.device != settings.device for tensor in (slots[0].parameter, *table.buffers().values())):
-        model.to(settings.device)  # all parameters are on one device
+        table.root.to(settings.device)  # all parameters are on one device
     flatten_modules(modules, scalars=engine.facts.divides == "elements", in_order=engine.facts.stores_contiguous)
     with taking_part(group, WHAT):
         if sync_module_states:
@@ -245,13 +270,14 @@ def wrap(
         apply_checkpointing(table, settings.plan, request.checkpointing)
         shield_fp32_units(modules, settings.plan)
         cast_params(table, settings.plan)
-        wrapped = ShardedModule(engine(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
+        backend = engine(table.root, settings)
+        wrapped = ShardedModule(backend, broadcast_buffers=request.broadcast_buffers, buffer_dtypes=buffers)
         cast_unit_inputs_and_outputs(modules, settings.plan)
     mark_managed(modules.values())
     showing_the_users(modules.values())
     refuse_foreign_optimizers(wrapped)
     honour_state_dict_type(wrapped)
-    return handed.given_back(wrapped)
+    return wrapped
 
 
 class _Passed(Exception):
@@ -309,6 +335,7 @@ class _WrapRequest:
     broadcast_buffers: bool
     param_init_fn: object
     compile: object
+    ignored: Ignored
     options: dict[str, Any]
 
     @property
@@ -325,6 +352,7 @@ def _validated(
     model_mesh: ModelMesh | None,
 ) -> tuple[type[Any], Settings, list[ParameterSlot]]:
     """Return the backend's class, its settings and the model's parameters, after all checks of one rank. Local."""
+    request.ignored.check()
     modules, slots = table.modules, check_model(table, wrapper_classes())
     check_split_fields(modules.values(), slots, group, model_mesh)
     engine = backend_class(request.backend, group.size())
@@ -339,6 +367,7 @@ def _validated(
         options=request.options,
         compilation=resolve_compilation(request.compile),
         model_mesh=model_mesh,
+        ignored=request.ignored,
     )
     check_compilation(settings.compilation, settings.device, settings.plan)
     check_precision(settings.plan, settings.device)
@@ -351,7 +380,7 @@ def _validated(
     check_parameters(table.buffers(), slots, engine)  # after what no backend can do: it names backends that can
     check_checkpointing(request.checkpointing, settings.device)
     check_resettable(modules, initialiser(request.param_init_fn))
-    handed.check(slots)
+    handed.check(slots, request.ignored)
     return engine, settings, slots
 
 
@@ -373,6 +402,7 @@ def _asked(request: _WrapRequest, settings: Settings, handed: HandedOver) -> dic
         "mixed_precision": settings.precision,
         "compile": compiler,
         "device_mesh": None if settings.mesh is None else tuple(settings.mesh.shape),
+        "ignored_states": list(request.ignored.parameters),
         "optimizer": handed.asked(),
     }
 

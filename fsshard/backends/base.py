@@ -113,7 +113,7 @@ class Backend(ABC):
         with raw_state():
             raw = self.module.state_dict(keep_vars=True)
         keys = {key: names[id(value)] for key, value in raw.items() if id(value) in names}
-        return list(raw), keys
+        return self.settings.ignored.keys or list(raw), keys
 
     # ------------------------------------------------------------------------------------------ at wrap
 

@@ -51,7 +51,7 @@ class DDPBackend(Backend):
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
             return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
         cuda = self.settings.device.type == "cuda"
-        with stored_names():
+        with stored_names(), self.settings.ignored.hidden():
             engine = DistributedDataParallel(
                 self.module,
                 device_ids=[self.settings.device] if cuda else None,

@@ -206,8 +206,10 @@ class FairScaleBackend(Backend):
             self._reduction.detach()
         given = {id(parameter) for group in groups for parameter in group["params"]}
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
+        own_settings = [set(group) for group in groups]
         with self._moved(), stored_names():
             optimizer = self._oss(groups, optim=optimizer_class, group=self._owners_group, **defaults)
+            _drop_settings_of_no_group(optimizer, own_settings, defaults)
             self._optimizers.append(optimizer)
             self._reduction = self._reduce()
         self._flags = [entry.parameter.requires_grad for entry in self.all]
@@ -217,7 +219,7 @@ class FairScaleBackend(Backend):
         everyone, replicas = self.settings.group, None
         if everyone is not None and self.settings.has_replicas:
             replicas = Replicas(everyone=everyone, same_part=self.settings.mesh.get_group(0))
-        parameters = self.module.parameters()
+        parameters = [each for each in self.module.parameters() if each not in self.settings.ignored]
         return EngineReduction(
             parameters, self._optimizers, self._owners_group, self._reduce_dtypes(), replicas, before
         )
@@ -228,6 +230,15 @@ class FairScaleBackend(Backend):
         for sharded in self._optimizers:
             if sharded.optim is optimizer:
                 sharded.send_parameters()
+
+
+def _drop_settings_of_no_group(optimizer: Any, given: list[set[str]], defaults: Collection[str]) -> None:
+    """Take out of the groups what the class keeps elsewhere: OSS writes all of a constructor's arguments into them."""
+    others = set(defaults) - set(optimizer.optim.defaults)
+    for groups in (optimizer.param_groups, optimizer.optim.param_groups):
+        for before, group in zip(given, groups, strict=False):
+            for key in others - before:
+                group.pop(key, None)
 
 
 def _implementation(name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsshard.model.compiling import Compilation
+from fsshard.model.ignored import Ignored
 from fsshard.model.meta import ValueSource
 from fsshard.parallel.model_mesh import ModelMesh
 from fsshard.planning.plan import Plan
@@ -42,6 +43,7 @@ class Settings:
         source: gives a model on the meta device its numbers; None for a real one.
         compilation: how units are compiled; None where they are not.
         model_mesh: the mesh dimensions other than data; None where there are none.
+        ignored: parameters of the model that the engine does not have.
         about: whose engine it is, where there are several of one name; filled by the backend's ``check``.
     """
 
@@ -56,6 +58,7 @@ class Settings:
     source: ValueSource | None = None
     compilation: Compilation | None = None
     model_mesh: ModelMesh | None = None
+    ignored: Ignored = field(default_factory=Ignored)
     about: str = ""
 
     @property

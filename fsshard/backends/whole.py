@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,9 +22,10 @@ from fsshard.comm.agreement import batches, exchange
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.shown import raw_state
 from fsshard.errors import OptimizerError
-from fsshard.nested import has_arrays, map_containers
+from fsshard.nested import map_containers
 from fsshard.oss.partitioned import local_optimizer
 from fsshard.planning.entries import Entry
+from fsshard.state_objects import Classes, has_arrays, is_plain_tensor, with_fields, with_objects
 
 if TYPE_CHECKING:
     from fsshard.backends.base import Backend
@@ -384,13 +386,17 @@ def set_state(
     optimizer: Optimizer,
     entry: Entry,
     state: State,
+    classes: Classes = MappingProxyType({}),
 ) -> None:
-    """Replace the state of ``entry`` on this rank, if it is this rank's."""
+    """Replace the state of ``entry`` on this rank, if it is this rank's; objects in it are filled where they are.
+
+    ``classes`` are those of objects that are not there yet.
+    """
     vars(optimizer)[HAS_BEGUN] = True
     states = states_at_rest(optimizer)
-    states.pop(entry.parameter, None)
+    before = states.pop(entry.parameter, {})
     if state and owns_state(backend, optimizer, entry):
-        states[entry.parameter] = state
+        states[entry.parameter] = with_objects(state, before, classes, state_device(optimizer, entry))
 
 
 def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
@@ -445,7 +451,7 @@ def scatter_state(
     device = state_device(optimizer, entry)
     part: State = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != entry.stored_shape:
+        if not is_plain_tensor(value) or value.shape != entry.stored_shape:
             part[key] = _copied(value, device)
             continue
         if not by_owner:
@@ -462,20 +468,27 @@ def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
     items: dict[str, Any] = {}
     for key, value in state.items():
-        is_array = isinstance(value, Tensor) and value.dim() > 0
+        is_array = is_plain_tensor(value) and value.dim() > 0
         if is_array and kind == "owners":
             items[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value))
         elif is_array and value.shape == local.shape:
             items[key] = _Travels(tuple(value.shape), value.dtype, ())
-        elif divides and has_arrays(value):
-            raise OptimizerError(
-                f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(local.shape)} that its "
-                "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
-                "parameter directly in state[parameter], or use backend='fairscale' or 'ddp'"
-            )
         else:
+            if divides:
+                check_divisible(entry, key, value)
             items[key] = _packed(value)
     return items
+
+
+def check_divisible(entry: Entry, key: str, value: Any) -> None:
+    """Raise OptimizerError for state of a shard that has arrays and is not one tensor of the shard's shape."""
+    if has_arrays(value):
+        raise OptimizerError(
+            f"state {key!r} of {entry.name!r} is not one tensor of the shape {tuple(entry.local().shape)} that its "
+            "local part has: it cannot be put together from the ranks' parts; keep tensors shaped like the "
+            "parameter directly in state[parameter], pass whole=True to fsshard.build_optimizer, or use "
+            "backend='fairscale' or 'ddp'"
+        )
 
 
 def _sent(
@@ -512,7 +525,7 @@ class _Copied(NamedTuple):
 
 def _packed(value: Any) -> Any:
     """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
-    if not isinstance(value, Tensor):
+    if not is_plain_tensor(value):
         return copied(value)
     on_host = value.device.type == "cpu"
     if not value.dim():
@@ -530,16 +543,18 @@ def _unpacked(value: Any, device: torch.device) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return tensors and plain containers of them anew, since both ends may change them in place; all else itself."""
+    """Return tensors, plain containers of them and objects anew, since both ends may change them; all else itself."""
 
     def copy_leaf(leaf: Any) -> Any:
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        if is_plain_tensor(leaf):
+            return leaf.detach().clone()
+        return with_fields(leaf, copied)
 
     return map_containers(copy_leaf, value, "plain")
 
 
 def _copied(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
+    if not is_plain_tensor(value):
         return copied(value)
     # Factors and histories, which have shapes of their own, lie beside the parameter; where numbers lie is settled.
     if not value.dim():

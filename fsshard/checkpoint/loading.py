@@ -34,6 +34,7 @@ from fsshard.checkpoint.format.object_store import identity_of_url, is_url
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
+from fsshard.checkpoint.position import DataPosition
 from fsshard.checkpoint.reader import Reader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, exchange
@@ -45,6 +46,14 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.state_objects import (
+    Classes,
+    SavedObject,
+    by_class_name,
+    check_objects,
+    fill_tensor,
+    is_plain_tensor,
+)
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
@@ -98,8 +107,10 @@ def load(
     rng: bool = True,
     trust_pickle: bool = False,
     key: str | None = None,
+    objects: Sequence[type] = (),
+    loader: Any = None,
     timeout: float = parts.TIMEOUT,
-    **objects: Any,
+    **state: Any,
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
 
@@ -129,8 +140,11 @@ def load(
         trust_pickle: unpickle another program's checkpoint if it cannot be read otherwise; this runs any code in it.
             fsshard's own checkpoints are never unpickled.
         key: the place of the model's state dict in another program's checkpoint where several fit: ``"student"``.
+        objects: classes of objects within an optimizer's state, ``[TensorGaLoreProjector]``, where the optimizer has
+            none yet: the fields that were saved are given to new ones. A file's own word makes no object.
+        loader: goes on with the next sample, on another number of ranks too (docs/data.md).
         timeout: seconds to wait for ranks that do not call this.
-        **objects: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
+        **state: an :class:`fsshard.EMA`, and what has ``load_state_dict``, that was saved under that name.
 
     Raises:
         StateDictError: names every missing, unexpected, misshaped key and other dtype.
@@ -148,10 +162,14 @@ def load(
     )
     if key is not None and not isinstance(key, str):
         raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
+    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
+        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
     models = name_models(model, "fsshard.load")
     channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
     wait_for_saves()
-    targets = parts.named_objects(scheduler, scaler, objects)
+    classes = by_class_name(objects)
+    settings = next(iter(models.values())).backend.settings
+    targets = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
     called = parts.as_called(
         call,
         models,
@@ -168,7 +186,7 @@ def load(
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
         # What belongs to no model is the first one's to load.
-        jobs = [_Load(name, sharded, {}, strict, call) for name, sharded in models.items()]
+        jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
         jobs[0].targets = targets
 
         def opened(kind: str | None, place: str) -> str:
@@ -264,6 +282,7 @@ class _Load:
     targets: Mapping[str, Any]  # objects to load into, by the name that they were saved under
     strict: bool
     call: str
+    classes: Classes  # of objects within an optimizer's state
     reader: Reader | ForeignReader = field(default=None)  # type: ignore[assignment]
     optimizers: dict[str, ShardedOptimizer] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # entry's name -> tensor's name
@@ -273,6 +292,7 @@ class _Load:
     # what was read
     values: dict[str, Tensor] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
+    quantised: list[tuple[Tensor, SavedObject]] = field(default_factory=list)
     groups: dict[str, Groups] = field(default_factory=dict)
     states: dict[str, dict[str, _State]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -320,7 +340,7 @@ class _Load:
             tensor = saved[key]
             name = backend.keys.get(key)
             value = raw.get(key)
-            is_tensor = name is not None or isinstance(value, Tensor)
+            is_tensor = name is not None or is_plain_tensor(value)
             if is_tensor and tensor is None:
                 wrong[key] = ("a tensor", "a value that is none")
             elif not is_tensor and tensor is not None:
@@ -349,8 +369,11 @@ class _Load:
         """Return whether a weight was frozen when the checkpoint was saved without it, and is now."""
         backend = self.model.backend
         dropped = self.reader.index.model.dropped
-        if key not in backend.keys or dropped.get(key) != parts.FROZEN:
+        if dropped.get(key) != parts.FROZEN:
             return False
+        if key not in backend.keys:
+            ignored = backend.settings.ignored.parameters.get(key)
+            return ignored is not None and not ignored.requires_grad
         entry = backend.entries[backend.keys[key]]
         return not entry.parameter.requires_grad
 
@@ -419,8 +442,14 @@ class _Load:
             self.values[name] = stored.to(entry.parameter.dtype)
         for key, tensor in self.others.items():
             self.rest[key] = self.reader.tensor(tensor)
+        raw = raw_state_dict(backend)
         for key, tree in index.model.extra.items():
-            self.rest[key] = self.reader.tree(tree)
+            value = self.reader.tree(tree)
+            if isinstance(value, SavedObject):
+                check_objects(value, raw.get(key), {}, f"{self.call}: {key}")
+                self.quantised.append((raw[key], value))
+            else:
+                self.rest[key] = value
         for name, optimizer in self.optimizers.items():
             self._read_optimizer(name, optimizer)
         for name in index.objects:
@@ -490,9 +519,12 @@ class _Load:
             source = infos[self.sources[entry.name]]
         is_complex = entry.kind.is_complex
         state: _State = {}
+        before = state_of(optimizer, entry)
         for key, tree in trees.items():
             if key != parts.ORDERS:
-                state[key] = (False, self.reader.tree(tree))
+                value = self.reader.tree(tree)
+                check_objects(value, before.get(key), self.classes, f"{self.call}: state {key!r} of {entry.name!r}")
+                state[key] = (False, value)
         for key, tensor in tensors.items():
             info = infos[tensor]
             as_parameter = info.shape == tuple(entry.full_shape) and info.kind.is_complex == is_complex
@@ -524,6 +556,8 @@ class _Load:
         trees = saved["per_rank"]
         if len(trees) == settings.all_ranks:
             self.objects[name] = self.reader.tree(trees[settings.overall_rank])
+        elif isinstance(self.targets.get(name), DataPosition):
+            self.objects[name] = [self.reader.tree(tree) for tree in trees]
         elif name in self.targets:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
@@ -537,6 +571,8 @@ class _Load:
         """Put in place what nothing can refuse. Local."""
         for name, values in self.values.items():
             self.model.backend.entries[name].local().copy_(values)
+        for tensor, saved in self.quantised:
+            fill_tensor(tensor, saved)
         controller_of(self.model).note_filled({*self.values, *self.others})
         for name, optimizer in self.optimizers.items():
             self._commit_optimizer(name, optimizer)
@@ -608,7 +644,7 @@ class _Load:
                     state[key] = value.to(device)
                 else:
                     state[key] = optimizer.placed(entry, value, before.get(key))
-            set_state(self.model.backend, optimizer.inner, entry, state)
+            set_state(self.model.backend, optimizer.inner, entry, state, self.classes)
 
 
 def _loads_itself(module: nn.Module, key: str) -> bool:

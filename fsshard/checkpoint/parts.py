@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import gather, raw_state_dict, state_divides, state_entry, state_of
+from fsshard.backends.settings import Settings
+from fsshard.backends.whole import check_divisible, gather, raw_state_dict, state_divides, state_entry, state_of
 from fsshard.checkpoint.format.division import (
     Division,
     Layout,
@@ -46,6 +47,7 @@ from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
 from fsshard.checkpoint.models import Models, prefix, quoted
+from fsshard.checkpoint.position import DataPosition
 from fsshard.comm.agreement import Channel, agree
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError, ConfigurationError, OptimizerError
@@ -55,6 +57,8 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.state_objects import class_name as class_name
+from fsshard.state_objects import described, is_composite, is_plain_tensor
 
 TIMEOUT = 300.0  # seconds to wait for ranks, where the caller does not say
 
@@ -391,11 +395,6 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     collected.digests[name] = digest.hexdigest()
 
 
-def class_name(kind: type) -> str:
-    """Return the module and name of an optimizer's class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 FROZEN = "frozen, and saved with only='trainable'"
 """Why a checkpoint does not have a key of the model."""
 
@@ -418,13 +417,16 @@ def _add_model(
         for entry in backend.all:
             if not entry.parameter.requires_grad:
                 frozen.add(entry.name)
+        for key, value in raw.items():
+            if value in backend.settings.ignored and not value.requires_grad:
+                frozen.add(key)
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
     for key in dict.fromkeys([*backend.key_order, *raw]):
         if key not in raw:
             continue
-        if backend.keys.get(key) in frozen:
+        if backend.keys.get(key, key) in frozen:
             dropped[before + key] = FROZEN
         else:
             ordered.append(key)
@@ -439,7 +441,7 @@ def _add_model(
         full_key = before + key
         if key in backend.keys:
             keys[full_key] = f"model/{before}{backend.keys[key]}"
-        elif isinstance(value, Tensor):
+        elif is_plain_tensor(value):
             keys[full_key] = f"model/{full_key}"
             if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
                 buffer = controller_of(model).buffers.for_user(key, value)
@@ -447,6 +449,8 @@ def _add_model(
         else:
             keys[full_key] = None
             own_parts = parts if rank == 0 else {}
+            if is_composite(value):
+                value = described(value, full_key)
             extra[full_key] = _encode(value, f"model/{full_key}", own_parts)
     for entry in backend.entries.values():
         if entry.name in frozen:
@@ -493,14 +497,17 @@ def _add_state(
                 f"state {key!r} of {entry.name!r}: its name in a checkpoint must be a text without '/'"
             )
         place = f"optimizer/{name}/{entry.name}/{key}"
-        if not isinstance(value, Tensor):
-            small[key] = _encode(value, place, collected.parts)
+        if not is_plain_tensor(value):
+            if divides == "elements":
+                check_divisible(entry, key, value)
+            small[key] = _encode(described(value, place), place, collected.parts)
         elif value.shape == local.shape and key not in single:
             collected.parts[place] = _part(entry, value, model, layout)
         elif value.dim() and (divides == "elements" or entry.divided_over):
             raise OptimizerError(
                 f"state {key!r} of {entry.name!r} has shape {tuple(value.shape)}, its local part has "
-                f"{tuple(local.shape)}: it cannot be put together from the ranks' parts"
+                f"{tuple(local.shape)}: it cannot be put together from the ranks' parts; pass whole=True to "
+                "fsshard.build_optimizer"
             )
         elif divides != "elements":
             collected.parts[place] = Part.of_all(value.detach(), everywhere=divides == "nothing")
@@ -890,6 +897,13 @@ def named_objects(
         objects["scaler"] = scaler
     objects.update(others)
     return {name: as_one(value) for name, value in objects.items()}
+
+
+def with_loader(state: Mapping[str, Any], loader: Any, settings: Settings) -> dict[str, Any]:
+    """Return state by name, with the loader's place in the data among it."""
+    if loader is None:
+        return dict(state)
+    return {"loader": DataPosition(loader, settings), **state}
 
 
 def check_places(scheduler: Any, scaler: Any, call: str) -> None:

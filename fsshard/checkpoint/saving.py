@@ -39,7 +39,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("fsshard")
 LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
-OF_LOAD = frozenset({"strict", "verify", "trust_pickle"})
+OF_LOAD = frozenset({"strict", "verify", "trust_pickle", "objects"})
 
 
 def save(
@@ -53,6 +53,7 @@ def save(
     block: bool = True,
     keep: int | None = None,
     rng: bool = True,
+    loader: Any = None,
     timeout: float = parts.TIMEOUT,
     **state: Any,
 ) -> SaveHandle:
@@ -78,6 +79,7 @@ def save(
         keep: how many checkpoints to keep whose names differ from this one in their last number only, at least 2; None
             removes none.
         rng: save every rank's random number generators.
+        loader: torchdata's StatefulDataLoader, or a sampler with ``state_dict``: the place in the data (docs/data.md).
         timeout: seconds to wait for ranks that do not call this, or that take so much longer than the others to write.
             One that dies is noticed immediately.
         **state: whatever else: an :class:`fsshard.EMA`, numbers, strings, tensors, containers of them, and objects with
@@ -96,7 +98,7 @@ def save(
     models = name_models(model, "fsshard.save")
     settings = next(iter(models.values())).backend.settings
     channel = Channel.of(settings.everyone)
-    objects = parts.named_objects(scheduler, scaler, state)
+    objects = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
     wait_for_saves()
     called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
     channel.arrive(called, timeout, call)

@@ -21,6 +21,7 @@ from fsshard.model.meta import is_meta
 from fsshard.planning.plan import shaped_slots
 from fsshard.planning.policies import Precision
 from fsshard.planning.text import aligned
+from fsshard.state_objects import is_composite
 
 
 class CheckedBackend(Protocol):
@@ -101,6 +102,11 @@ def _where(name: str) -> str:
 def _check_dense(buffers: Mapping[str, Tensor], slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         parameter = slot.parameter
+        if is_composite(parameter):
+            raise ModelError(
+                f"parameter {slot.name!r} is a {type(parameter).__name__}, made of other tensors, which no engine "
+                "divides; freeze quantised weights, and keep them out: fsshard.wrap(model, ignored_states=[...])"
+            )
         _check_strided("parameter", slot.name, parameter)
         if shares_memory(parameter) or parameter.is_neg():
             raise ModelError(

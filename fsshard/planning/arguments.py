@@ -37,6 +37,7 @@ Strategy: TypeAlias = (
     "Literal['FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD', 'HYBRID_SHARD'] | str | ShardingStrategy | None"
 )
 Initialiser: TypeAlias = "Literal['reset_parameters'] | Callable[[nn.Module], None] | None"
+IgnoredStates: TypeAlias = "Collection[nn.Module | nn.Parameter] | None"
 Replicated: TypeAlias = "Mapping[Any, DeviceMesh | tuple[DeviceMesh, str]] | None"
 Sharded: TypeAlias = "Mapping[Any, DeviceMesh | tuple[DeviceMesh, int]] | None"
 
@@ -64,7 +65,6 @@ class EngineOptions(TypedDict, total=False):
     process_group: ProcessGroup | None
     offload_policy: OffloadPolicy | None
     ignored_modules: Collection[nn.Module] | None
-    ignored_states: Collection[nn.Module | nn.Parameter] | None
     ignored_parameters: Collection[nn.Parameter] | None
     ignored_params: Collection[nn.Parameter] | None
     use_orig_params: bool
@@ -90,3 +90,4 @@ class WrapSettings(EngineOptions, total=False):
     compile: bool | Mapping[str, Any]
     replicated: Replicated
     sharded: Sharded
+    ignored_states: IgnoredStates

@@ -23,6 +23,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)  # torch's, b
 KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)  # what a forward gathers stays until the backward
 
 IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
+"""torch's words for what stays out; all are the second one here."""
 RENAMED = {
     "fsdp_auto_wrap_policy": "auto_wrap_policy",  # torch 1.11
     "mesh": "device_mesh",
@@ -76,12 +77,8 @@ def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     if name == "offload_policy":
         return "cpu_offload", _offloads(value)
     if name in IGNORED:
-        if value is not None and len(list(value)) > 0:
-            raise ConfigurationError(
-                f"{name}={value!r}: every parameter is managed; freeze it by requires_grad_(False), or keep its module "
-                "out of the model"
-            )
-        return None, None
+        members = list(value or ())
+        return ("ignored_states", members) if members else (None, None)
     if name in _ONLY:
         only, why = _ONLY[name]
         if value is not only and value != only:

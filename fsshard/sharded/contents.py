@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
+from fsshard.backends.whole import copied
 from fsshard.comm.agreement import per_rank
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.slots import parameter_slots, public_name
 from fsshard.errors import ModelError
+from fsshard.state_objects import is_composite
 from fsshard.torch_private.tensors import foreach_copy_
 
 _Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
@@ -121,6 +123,8 @@ class ModelBuffers:
         if not isinstance(value, Tensor):
             return value
         device = "cpu" if offload_to_cpu else value.device
+        if is_composite(value):
+            return copied(value)
         copy = value.detach().to(device, copy=True)
         return copy.to(self.dtypes.get(key, copy.dtype))
 
@@ -179,7 +183,7 @@ def check_same_parameters(backend: Backend) -> None:
                 removed.append(slot.name)
     for slot in parameter_slots(backend.module):
         is_new = isinstance(slot.parameter, nn.Parameter) and (slot.owner, slot.stored) not in wrapped
-        if is_new and slot.parameter.requires_grad:
+        if is_new and slot.parameter.requires_grad and slot.parameter not in backend.settings.ignored:
             added.append(slot.name)
     texts: list[str] = []
     for change, names in (("added", added), ("replaced", replaced), ("removed", removed)):

@@ -14,6 +14,7 @@ from fsshard.backends.settings import Settings
 from fsshard.complex_params.replaced import original_of
 from fsshard.complex_params.slots import ParameterSlot
 from fsshard.errors import ModelError, OptimizerError
+from fsshard.model.ignored import Ignored
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import check_unstepped, constructor_arguments, name_groups, new_optimizer, retire
 from fsshard.sharded.optimizer_checks import OptimizerRequest
@@ -27,7 +28,7 @@ class HandedOver:
     scheduler: Any
     _requests: list[OptimizerRequest] = field(default_factory=list)  # made by check(), as the model is bare then
 
-    def check(self, slots: Sequence[ParameterSlot]) -> None:
+    def check(self, slots: Sequence[ParameterSlot], ignored: Ignored) -> None:
         """Raise for what cannot be rebuilt over a model with these parameters. Local.
 
         Raises:
@@ -54,7 +55,7 @@ class HandedOver:
             original = parameter if slot.kind.layout is None else original_of(parameter)
             names.setdefault(id(original), slot.name)
         for optimizer in optimizers:
-            groups = name_groups(optimizer, names)
+            groups = name_groups(optimizer, names, ignored)
             arguments = constructor_arguments(optimizer)
             request = OptimizerRequest(type(optimizer), groups, arguments, parameters)
             request.check_settings()

@@ -297,6 +297,11 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or zero them."""
         self._fsshard.zero_grad(self.backend.all, set_to_none=set_to_none)
+        for parameter in self.backend.settings.ignored.parameters.values():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
@@ -365,6 +370,9 @@ class ShardedModule(nn.Module):
             for name in names:
                 if recurse or "." not in name:  # else only those of the root module itself
                     yield f"{prefix}.{name}" if prefix else name, shown
+        for name, parameter in self.backend.settings.ignored.parameters.items():
+            if recurse or "." not in name:
+                yield f"{prefix}.{name}" if prefix else name, parameter
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         """Yield the user's modules under their names: the names of :meth:`named_parameters` begin with these."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -40,7 +40,7 @@ from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
-from fsshard.nested import map_containers
+from fsshard.model.ignored import Ignored
 from fsshard.oss.partition import GLOBAL_OPTIMIZERS
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, local_optimizer
 from fsshard.patches import OPTIMIZER_STEP
@@ -52,9 +52,11 @@ from fsshard.sharded.optimizer_checks import (
     check_asked_alike,
     rank_independent_text,
 )
+from fsshard.sharded.optimizer_keywords import groups_with_keywords, parameters_by_keyword
 from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.sharded.torch_checkpoint_calls import StateOfParameters, by_name
+from fsshard.state_objects import is_plain_tensor
 from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
@@ -331,18 +333,10 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             StateDictError: names what is missing, unexpected or of another shape.
-            OptimizerError: the state has objects, which the class fills by hooks of its own, not run here.
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise StateDictError("optimizer state", missing=["state", "param_groups"])
         mine, saved, state = groups_by_name(self), state_dict["param_groups"], state_dict["state"]
-        objects: list[str] = []
-        map_containers(lambda leaf: objects.extend([type(leaf).__name__] * is_dataclass(leaf)), dict(state), "plain")
-        if objects:  # DistributedShampoo's factors
-            raise OptimizerError(
-                f"{self.optimizer_class.__name__}: expected a state of tensors, numbers and containers of them, got a "
-                f"{objects[0]}, which the optimizer would not look at once loaded; load the model's weights alone"
-            )
         want, got = ({(i, n) for i, group in enumerate(groups) for n in group["params"]} for groups in (mine, saved))
         wrong: dict[str, tuple[object, object]] = {
             f"{entry.name}: {key}": (tuple(entry.full_shape), tuple(value.shape))
@@ -376,12 +370,12 @@ class ShardedOptimizer(Optimizer):
 
 def _to_user(entry: Entry, value: Any) -> Any:
     """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""
-    same = isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.stored_shape
+    same = is_plain_tensor(value) and value.dim() > 0 and value.shape == entry.stored_shape
     return entry.put_together(entry.kind.to_user(value)) if same else value
 
 
 def _to_stored(entry: Entry, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != entry.full_shape:
+    if not is_plain_tensor(value) or value.shape != entry.full_shape:
         return value
     if entry.kind.is_complex and not value.is_complex():
         return value  # a real number per complex one (a running mean of |g|^2)
@@ -442,7 +436,8 @@ def build_optimizer(
             the first dim by all others. "modes": a matrix of the first two dims for each place along the others, as
             a spectral weight (in, out, \\*modes) has them for each Fourier mode; a class that takes a stack of
             matrices gets (modes, in, out). None: show weights as they are. A group may have a ``"see"`` of its own.
-        **defaults: what the class takes (``lr`` and so on).
+        **defaults: what the class takes (``lr`` and so on); parameters, or their names, in a list where the class takes
+            some by keyword (neuraloperator's ``galore_params``). Groups of None are then all the others.
 
     Returns:
         A :class:`ShardedOptimizer`.
@@ -465,12 +460,19 @@ def build_optimizer(
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
         _check_settings(optimizer_class, param_groups, defaults)
-        groups = [{"params": list(backend.entries)}] if param_groups is None else _resolved(model, param_groups)
+        named, settings = parameters_by_keyword(defaults, backend.entries, model._fsshard.find_entry)
+        if param_groups is None:
+            taken = set(itertools.chain(*named.values()))
+            groups = [{"params": [name for name in backend.entries if name not in taken]}]
+        else:
+            groups = _resolved(model, param_groups)
         if not groups:
             raise OptimizerError("param_groups is empty; pass None for all parameters")
+        if named:
+            groups = groups_with_keywords(optimizer_class, groups, named, settings, backend.entries)
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
         groups, shown = take_see(groups, see)
-        asked = OptimizerRequest(optimizer_class, groups, defaults, parameters, see_complex, separable, whole, shown)
+        asked = OptimizerRequest(optimizer_class, groups, settings, parameters, see_complex, separable, whole, shown)
         requests.append(asked)
         requests[0].check_settings()
         return digest_of(requests[0].asked())
@@ -517,11 +519,6 @@ def _check_settings(optimizer_class: type[Optimizer], param_groups: object, defa
         )
     known = inspect.signature(optimizer_class.__init__).parameters
     for key, value in defaults.items():
-        if isinstance(value, (list, tuple)) and any(isinstance(member, nn.Parameter) for member in value):
-            raise OptimizerError(
-                f"{key}=[...]: expected settings by name, got parameters; give them as a group of their own, with the "
-                "settings that the class reads there: [{'params': others}, {'params': these, ...}]"
-            )
         if isinstance(value, str) and key in known and isinstance(known[key].default, (int, float)):
             raise OptimizerError(f"{key}={value!r}: expected a number, got a str; write {key}=float({value!r})")
 
@@ -544,6 +541,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
+        members = model.backend.settings.ignored.trainable(members)
         resolved.append({**group, "params": [model._fsshard.find_entry(member).name for member in members]})
         if members and isinstance(members[0], tuple):  # as torch does since 2.6
             resolved[-1]["param_names"] = [member[0] for member in members]
@@ -576,17 +574,18 @@ def check_unstepped(optimizer: object) -> None:
             )
 
 
-def name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> list[dict[str, Any]]:
     """Return the groups of a torch optimizer with names (by id of parameter) in place of parameters."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        unknown = [p for p in group["params"] if id(p) not in names]
+        members = group["params"] if ignored is None else ignored.trainable(group["params"])
+        unknown = [p for p in members if id(p) not in names]
         if unknown:
             raise OptimizerError(
                 f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
-        groups.append({**group, "params": [names[id(p)] for p in group["params"]]})
+        groups.append({**group, "params": [names[id(p)] for p in members]})
     return groups
 
 
@@ -598,7 +597,13 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
     parameters = inspect.signature(type(optimizer).__init__).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(optimizer.defaults)
-    return {key: value for key, value in optimizer.defaults.items() if key in parameters}
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in parameters}
+    # Settings that a class keeps as attributes, and not in its groups: galore_rank of neuraloperator's AdamW.
+    for key in parameters:
+        value = vars(optimizer).get(key)
+        if key not in arguments and isinstance(value, (bool, int, float, str, tuple)):
+            arguments[key] = value
+    return arguments
 
 
 def retire(optimizer: Optimizer, successor: Optimizer) -> None:

@@ -166,7 +166,7 @@ class OptimizerRequest:
                 if packages & BLOCKWISE and divides == "owners":
                     return
                 if not packages & BLOCKWISE:
-                    if settings.is_first:
+                    if settings.is_first and not self.whole:
                         warnings.warn(
                             f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is "
                             f"unknown whether it works under backend {backend.name!r}, whose ranks see parts of the "

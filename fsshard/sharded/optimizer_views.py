@@ -12,11 +12,11 @@ from fsshard.backends.base import Backend
 from fsshard.complex_params.pairs import viewable
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import OptimizerError
-from fsshard.nested import has_arrays
 from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_blocks import Block, blocks_of
 from fsshard.sharded.optimizer_matrices import Matrices
 from fsshard.sharded.optimizer_whole import WholeEntry
+from fsshard.state_objects import has_arrays, holds_objects, is_composite
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 
@@ -246,7 +246,8 @@ class View:
 
     def _is_shaped(self, value: Any) -> bool:
         """Return whether a piece's state is a tensor with an element for each of the piece."""
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.pieces[0].shape
+        is_plain = isinstance(value, Tensor) and not is_composite(value)
+        return is_plain and value.dim() > 0 and value.shape == self.pieces[0].shape
 
     def _check_can_rest(self, state: dict[str, Any], optimizer: Any, backend: Backend) -> None:
         """Raise for state of the first piece that could not be put together."""
@@ -257,7 +258,7 @@ class View:
                 if not is_part or value.is_complex() == self.pieces[0].is_complex():
                     continue
                 what = str(value.dtype)
-            elif self._matrices is None and len(self.pieces) > 1 and has_arrays(value):
+            elif self._matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
                 what = "something of a different shape"
             else:
                 continue

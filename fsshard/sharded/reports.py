@@ -17,10 +17,10 @@ from fsshard.backends.whole import whole_owners
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
-from fsshard.nested import leaves as tree_leaves
 from fsshard.planning.bounds import Circumstances, bounds_of, sent
 from fsshard.planning.plan import Plan, explain_plan
 from fsshard.planning.text import aligned, ratio, size, wrapped
+from fsshard.state_objects import tensors_in
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 HELD = ("parameters", "buffers", "optimizer state", "gradients", "gathered units")
@@ -210,6 +210,7 @@ def held_tensors(
             copies += [entry.whole for entry in owners.mine.values()]
     kinds.append(("gathered units", list(whole)))
     kinds.append(("parameters", [entry.local() for entry in backend.all]))
+    kinds.append(("parameters", list(backend.settings.ignored.parameters.values())))
     kinds.append(("buffers", list(backend.module.buffers())))
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -218,9 +219,8 @@ def held_tensors(
     kinds.append(("optimizer state", copies))
     kinds.append(("gradients", [entry.grad() for entry in backend.all]))
     for kind, tensors in kinds:
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, Tensor):
-                yield kind, getattr(leaf, LOCAL_TENSOR, leaf)  # of a DTensor this rank's part
+        for tensor in tensors_in(tensors):
+            yield kind, getattr(tensor, LOCAL_TENSOR, tensor)  # of a DTensor this rank's part
 
 
 def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:

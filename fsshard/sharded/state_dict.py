@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import raw_state_dict, stream, to_rank0
+from fsshard.backends.whole import copied, raw_state_dict, stream, to_rank0
 from fsshard.comm.agreement import broadcast_tensors, check_alike, described_tensor, exchange
 from fsshard.complex_params.pairs import is_dtensor
 from fsshard.complex_params.slots import public_name
@@ -210,7 +210,7 @@ def _load_by_modules(
     buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, its numbers before)
     for key, value in raw.items():
         if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
-            buffers.append((value, value.clone()))
+            buffers.append((value, copied(value)))
     given = dict(zip(state_dict, map(_whole_of, state_dict.values()), strict=True))
     try:
         with backend.bare() as module, backend.whole_parameters(whole):

@@ -38,6 +38,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer
 from fsshard.simulation.fakes import Fakes, GlooBuffers, UsedParameters, fake_ranks
 from fsshard.simulation.tracking import GRANULARITY, Tracker, Usage
 from fsshard.simulation.work import RECOMPUTATION
+from fsshard.state_objects import tensors_in
 from fsshard.torch_private.c10d import flattened
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
@@ -132,7 +133,7 @@ class Trained(NamedTuple):
 
 
 def _mark_state(states: Mapping[Any, Mapping[str, Any]], tracker: Tracker) -> None:
-    tracker.mark([list(state.values()) for state in states.values()], "optimizer state")
+    tracker.mark(list(tensors_in(list(states.values()))), "optimizer state")
 
 
 def simulate(job: Job) -> Measured:
@@ -428,9 +429,9 @@ def _state_ratio(trained: Trained) -> float:
         states += trained.average.held.state.values()
     nbytes = 0
     for state in states:
-        for value in state.values():
-            if isinstance(value, Tensor) and value.dim():
-                nbytes += value.nbytes
+        for tensor in tensors_in(state):
+            if tensor.dim():
+                nbytes += tensor.nbytes
     return nbytes / parameters if parameters else 0.0
 
 

@@ -28,6 +28,7 @@ from fsshard.sharded.reports import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.simulation.fakes import storage_of
 from fsshard.simulation.work import Work, WorkCounter
+from fsshard.state_objects import tensors_in
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
 from fsshard.torch_private.fsdp1 import WRAPPED
@@ -404,7 +405,7 @@ class Tracker(TorchDispatchMode):
 
     def _step_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepping -= 1
-        self.mark([list(state.values()) for state in optimizer.state.values()], "optimizer state")
+        self.mark(list(tensors_in(list(optimizer.state.values()))), "optimizer state")
 
     def _module_starts(self, module: nn.Module, args: Any) -> None:
         self._enter_phase()

@@ -31,7 +31,7 @@ def test_backends_agree(ranks: Any, row: Combination) -> None:
     """Every backend against ddp: equal to the last bit where sums have one order only, else within rounding."""
     backends = DISTRIBUTED if row in matrix.often() and row.model in BY_ONE_PROCESS_LATER else matrix.BACKENDS
     found = {result.backend: result for result in matrix.run(row, ranks, steps=2, backends=backends)}
-    assert list(found) == list(backends)
+    assert sorted(found) == sorted(backends)
     if all(result.verdict == "refused" for result in found.values()):
         pytest.skip(found["ddp"].detail)  # a package is missing
     for result in found.values():
@@ -58,7 +58,7 @@ def test_the_rows_cover_every_pair_and_a_few_at_every_commit_every_value() -> No
     rows: list[tuple[Any, ...]] = [*ROWS]
     assert uncovered(rows, (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))) == set()
     assert len(rows) == len(MODELS) * len(VARIANTS)  # two factors alone need as many, so fewer cannot do
-    assert len(matrix.everything()) == 14 * 4 * 13 * 11
+    assert len(matrix.everything()) == 14 * 4 * 13 * 12
     at_once = matrix.often()
     assert at_once <= set(ROWS) and len(at_once) <= len(ROWS) // 6
     assert {row.world_size for row in at_once} == set(WORLD_SIZES)

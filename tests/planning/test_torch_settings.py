@@ -135,8 +135,8 @@ TAKEN: list[dict[str, Any]] = [
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_orig_params": False}, "keep their names"),
-    ({"ignored_modules": [nn.Linear(2, 2)]}, "requires_grad_(False)"),
-    ({"ignored_states": [nn.Parameter(torch.zeros(2))]}, "requires_grad_(False)"),
+    ({"ignored_modules": [nn.Linear(2, 2)]}, "not the model's"),
+    ({"ignored_params": [nn.Parameter(torch.zeros(2))]}, "not the model's"),
     ({"shard_placement_fn": print}, "leave it out"),
     ({"device_ids": [0, 1]}, "a process per GPU"),
     ({"dim": 1}, "leave it out"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from tests.models import Net, batch, net, two_heads
-from tests.optimizers import MyLion, MyMuon, Written
+from tests.optimizers import MyLion, MyMuon
 from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
 
@@ -280,33 +279,6 @@ def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any) -> None:
     for told, kept in ranks.run(job_put_wrong_groups, 2):
         words = ("there is no group", "given twice", "nowhere")
         assert all(map(str.__contains__, told, words)) and kept == ["first.weight"]
-
-
-@dataclass
-class Factors:
-    """State as DistributedShampoo keeps it: an object that only hooks of its class can fill."""
-
-    square: torch.Tensor
-
-
-class WithObjects(Written):
-    def direction(self, group: dict[str, Any], parameter: Any) -> torch.Tensor:
-        kept = self.state[parameter].setdefault("block", {"factors": Factors(torch.zeros_like(parameter))})
-        kept["factors"].square += parameter.grad**2
-        return parameter.grad
-
-
-def test_a_state_of_objects_is_not_loaded_past_its_class(ranks: Any) -> None:
-    ranks.run(job_state_of_objects, 1)
-
-
-def job_state_of_objects() -> None:
-    model = fsshard.wrap(two_heads(), backend="none")
-    optimizer = fsshard.build_optimizer(model, WithObjects)
-    model(batch(0), "a").square().mean().backward()
-    optimizer.step()
-    with pytest.raises(OptimizerError, match=r"WithObjects: expected a state of tensors.*got a Factors.*weights alone"):
-        optimizer.load_state_dict(optimizer.state_dict())
 
 
 # ------------------------------------------------------------------------------------------------ frozen and unused

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError
 from fsshard.sharded.torch_checkpoint_calls import ByName
+from fsshard.state_objects import SavedObject
 
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
@@ -98,7 +100,9 @@ def decode(node: Any, get: Get) -> Any:
         parts = [decode(part, get) for part in content]
         return complex(*parts)
     if kind == "tensor":
-        return get(content)
+        return laid(get(content), node.get("order", ()))
+    if kind == "object":
+        return SavedObject(str(node["class"]), _filled({}, content, get))
     if kind == "ndarray":
         array = get(content).detach().cpu().numpy()
         return array.astype(_NUMPY[node["dtype"]], casting="no", copy=False)
@@ -127,6 +131,8 @@ def _node(value: Any, put: Put, path: str, depth: int) -> Any:
         return _scalar(value)
     if kind in (dict, OrderedDict, Counter, defaultdict):
         return _mapping(value, put, path, depth)
+    if kind is SavedObject:
+        return {_KIND: "object", "class": value.kind, "v": _pairs(value.fields, put, path, depth + 1)}
     if kind not in (list, tuple, set, frozenset):
         return _of_libraries(value, put, path)
     nodes = []
@@ -160,11 +166,7 @@ def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
             nodes[key] = _node(item, put, _below(path, key), below)
         return nodes
     _check_keys(value, path)
-    pairs = []
-    for key, item in value.items():
-        key_node = _node(key, put, f"{path}, its key", below)
-        item_node = _node(item, put, _below(path, key), below)
-        pairs.append([key_node, item_node])
+    pairs = _pairs(value, put, path, below)
     if kind is not defaultdict:
         return {_KIND: kind.__name__, "v": pairs}
     for name, factory in _FACTORIES.items():
@@ -173,13 +175,25 @@ def _mapping(value: Any, put: Put, path: str, depth: int) -> Any:
     raise _unknown(f"{path}, its default factory", value.default_factory)
 
 
+def _pairs(mapping: Any, put: Put, path: str, depth: int) -> list[Any]:
+    pairs = []
+    for key, item in mapping.items():
+        key_node = _node(key, put, f"{path}, its key", depth)
+        item_node = _node(item, put, _below(path, key), depth)
+        pairs.append([key_node, item_node])
+    return pairs
+
+
 def _has_plain_keys(mapping: Any) -> bool:
     return _KIND not in mapping and all(type(key) is str for key in mapping)
 
 
 def _of_libraries(value: Any, put: Put, path: str) -> Any:
     if isinstance(value, Tensor):
-        return {_KIND: "tensor", "v": put(path, value.detach())}
+        node: dict[str, Any] = {_KIND: "tensor", "v": put(path, value.detach())}
+        if value.layout is torch.strided and order_in_memory(value):
+            node["order"] = order_in_memory(value)  # products round by it
+        return node
     if isinstance(value, torch.Size):
         return {_KIND: "Size", "v": list(value)}
     if isinstance(value, torch.dtype):

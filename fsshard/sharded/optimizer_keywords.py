@@ -1,0 +1,135 @@
+"""Parameters that an optimizer's constructor takes by keyword, as neuraloperator's ``AdamW(galore_params=...)``.
+
+Engines divide groups, and a constructor of such a class makes a group of them by itself. So the class is built once of
+stand-ins without memory, which shows its groups, and from then on these are given to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsshard.errors import OptimizerError
+from fsshard.planning.entries import Entry
+from fsshard.sharded.optimizer_checks import rank_independent_text
+
+Groups = list[dict[str, Any]]
+
+
+def parameters_by_keyword(
+    defaults: Mapping[str, Any], entries: Mapping[str, Entry], find: Callable[[Any], Entry]
+) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the names of the parameters that stand in settings, by keyword, and the settings without them.
+
+    Args:
+        defaults: settings by keyword. A list, or a generator, of parameters or of their names stands for parameters.
+        entries: the model's parameters by name.
+        find: gives the entry of a parameter or a name; raises for what is not the model's.
+    """
+    named: dict[str, list[str]] = {}
+    settings: dict[str, Any] = {}
+    for key, value in defaults.items():
+        members = [value] if isinstance(value, nn.Parameter) else value
+        if inspect.isgenerator(value):
+            members = list(value)
+        settings[key] = members if inspect.isgenerator(value) else value
+        if not isinstance(members, (list, tuple)) or not members:
+            continue
+        if all(isinstance(member, str) and member in entries for member in members) or any(
+            isinstance(member, nn.Parameter) for member in members
+        ):
+            named[key] = [find(member).name for member in members]
+            del settings[key]
+    return named, settings
+
+
+def groups_with_keywords(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    named: Mapping[str, Sequence[str]],
+    settings: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+) -> Groups:
+    """Return the groups, by names, that the class makes of those that are given and of what is named by keyword.
+
+    Raises:
+        OptimizerError: the class cannot be built of stand-ins, or uses such parameters otherwise than as groups.
+    """
+    key = next(iter(named))
+    advice = (
+        "give them as a group of their own, with the settings that the class reads there: "
+        "[{'params': others}, {'params': these, ...}]"
+    )
+    stand_ins = _StandIns(entries)
+    by_keyword = {keyword: stand_ins.of(names) for keyword, names in named.items()}
+    try:
+        first = stand_ins.built(optimizer_class, groups, {**settings, **by_keyword})
+        made = stand_ins.groups_of(first)
+        second = stand_ins.built(optimizer_class, made, settings)
+    except Exception as error:
+        raise OptimizerError(
+            f"{key}=[...]: {optimizer_class.__name__} could not be built of parameters without values, which shows "
+            f"what it does with these ({type(error).__name__}: {error}); {advice}"
+        ) from error
+    if stand_ins.facts(first) != stand_ins.facts(second):
+        raise OptimizerError(
+            f"{key}=[...]: expected {optimizer_class.__name__} to make groups of these parameters and no more, and it "
+            f"keeps them elsewhere, too; {advice}"
+        )
+    return made
+
+
+class _StandIns:
+    """Parameters without memory, one for each of the model's."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._by_name: dict[str, nn.Parameter] = {}
+        for name, entry in entries.items():
+            empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            self._by_name[name] = nn.Parameter(empty, entry.parameter.requires_grad)
+        self._names = {id(parameter): name for name, parameter in self._by_name.items()}
+
+    def of(self, names: Iterable[str]) -> list[nn.Parameter]:
+        return [self._by_name[name] for name in names]
+
+    def built(
+        self, optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> Optimizer:
+        given = []
+        for group in groups:
+            own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            own["params"] = self.of(group["params"])
+            given.append(own)
+        return optimizer_class(given, **settings)
+
+    def groups_of(self, optimizer: Optimizer) -> Groups:
+        groups = []
+        for group in optimizer.param_groups:
+            names = [self._names[id(parameter)] for parameter in group["params"]]
+            groups.append({**group, "params": names})
+        return groups
+
+    def facts(self, optimizer: Optimizer) -> list[Any]:
+        """Return all that an optimizer is, with names in place of parameters."""
+        facts: list[Any] = []
+        for key, value in sorted(vars(optimizer).items()):
+            if key not in ("param_groups", "state"):
+                facts.append((key, self._text(value)))
+        for group in optimizer.param_groups:
+            facts += [(key, self._text(value)) for key, value in sorted(group.items())]
+        for parameter, state in optimizer.state.items():
+            facts.append((self._text(parameter), self._text(dict(state))))
+        return facts
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Tensor) and id(value) in self._names:
+            return self._names[id(value)]
+        if isinstance(value, (list, tuple)):
+            return ", ".join(map(self._text, value))
+        return rank_independent_text(value)
