@@ -255,7 +255,8 @@ def wrap(
         compile_units(modules, settings.plan, settings.compilation)
         apply_checkpointing(table, settings.plan, request.checkpointing)
         shield_fp32_units(modules, settings.plan)
-        cast_params(table, settings.plan)
+        rounds_as_it_gathers = engine.facts.gathers_narrower and settings.shards > 1
+        cast_params(table, settings.plan, rounds_as_it_gathers=rounds_as_it_gathers)
         wrapped = ShardedModule(engine(model, settings), broadcast_buffers=broadcast_buffers, buffer_dtypes=buffers)
         cast_unit_inputs_and_outputs(modules, settings.plan)
     mark_managed(modules.values())
