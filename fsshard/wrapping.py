@@ -269,7 +269,8 @@ def _sharded(
         compile_units(modules, settings.plan, settings.compilation)
         apply_checkpointing(table, settings.plan, request.checkpointing)
         shield_fp32_units(modules, settings.plan)
-        cast_params(table, settings.plan)
+        rounds_as_it_gathers = engine.facts.gathers_narrower and settings.shards > 1
+        cast_params(table, settings.plan, rounds_as_it_gathers=rounds_as_it_gathers)
         backend = engine(table.root, settings)
         wrapped = ShardedModule(backend, broadcast_buffers=request.broadcast_buffers, buffer_dtypes=buffers)
         cast_unit_inputs_and_outputs(modules, settings.plan)

@@ -26,7 +26,7 @@ from fsshard.backends.part_guards import PartsGuard
 from fsshard.backends.settings import Settings
 from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
-from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
 from fsshard.complex_params.slots import ParameterSlot
 from fsshard.errors import UnsupportedByBackend
@@ -315,9 +315,10 @@ class Backend(ABC):
         """Let the user's modules hold ``whole`` in place of their shards."""
         before: list[tuple[ParameterSlot, Any]] = []
         replacements: dict[str, nn.Parameter] = {}
+        kind = nn.Parameter if self.settings.precision.send is None else UngatheredParameter
         for name, value in whole.items():
             shard = self.entries[name].parameter
-            replacements[name] = nn.Parameter(value, shard.requires_grad)
+            replacements[name] = kind(value, shard.requires_grad)
             replacements[name].__dict__.update(attributes_of(shard))
         for entry in self.entries.values():
             for slot in entry.slots:

@@ -90,16 +90,17 @@ def _cost_of_shards(backend: Backend, unit: Unit, entries: list[Entry]) -> UnitC
     # A unit has one dtype.
     dtype = entries[0].parameter.dtype
     compute = (unit.compute or dtype).itemsize
+    gather = (unit.send or unit.compute or dtype).itemsize
     send = (unit.reduce_dtype or dtype).itemsize
     padded, real = _numbers(entries)
     padded_gradients, real_gradients = _numbers(_trained(entries))
     gathers = backend._gathers(unit)
     gathered = padded * ranks * compute
-    payloads = [Payload("all_gather", gathered, real * compute, count) for count in gathers]
+    payloads = [Payload("all_gather", padded * ranks * gather, real * gather, count) for count in gathers]
     gathered_again = backend._gathered_again(unit)
     if gathered_again:
         padded_again, real_again = _numbers(gathered_again)
-        payloads.append(Payload("all_gather", padded_again * ranks * compute, real_again * compute, ranks))
+        payloads.append(Payload("all_gather", padded_again * ranks * gather, real_again * gather, ranks))
     payloads.append(Payload("reduce_scatter", padded_gradients * send * ranks, real_gradients * send, ranks))
     if replicas > 1:
         least = -(-real_gradients // ranks) * send

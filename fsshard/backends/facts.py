@@ -60,6 +60,7 @@ class EngineFacts:
         option_names: of ``wrap``'s further arguments those that are the engine's.
         one_process: a job of its own on one process; several ranks are trained as one.
         is_reference: it adds as torch itself does: parity may hold others against it.
+        gathers_narrower: it can gather weights in another dtype than they compute in.
         stores_contiguous: it holds contiguous parameters only, or permutes others.
         marks_unit_inputs: it puts an autograd node at the inputs of each unit by itself.
         hooks_outputs: it learns of a backward by the outputs of the forward.
@@ -78,6 +79,7 @@ class EngineFacts:
     option_names: tuple[str, ...] = ()
     one_process: bool = False
     is_reference: bool = False
+    gathers_narrower: bool = False
     stores_contiguous: bool = False
     marks_unit_inputs: bool = False
     hooks_outputs: bool = False

@@ -96,6 +96,13 @@ class FSDP1Backend(TorchShardedBackend):
     @classmethod
     def check(cls, settings: Settings) -> Settings:
         settings = super().check(settings)
+        if settings.precision.send is not None:
+            # Its flat parameters are gathered in the dtype that they compute in (torch 2.13).
+            raise UnsupportedByBackend(
+                f"Precision(send={settings.precision.send})",
+                cls.name,
+                "use backend='fsdp2'; or Precision(reduce=...), by which gradients alone are sent narrower",
+            )
         if settings.has_replicas and settings.sharding_strategy not in (None, *HYBRIDS):
             # torch takes a 2-D mesh with FULL_SHARD silently and shards over its first dimension only (2.13).
             raise UnsupportedByBackend(

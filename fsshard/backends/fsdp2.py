@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -142,6 +142,7 @@ class FSDP2Backend(TorchShardedBackend):
             "merge_below",
         ),
         marks_unit_inputs=True,
+        gathers_narrower=True,
         stores_contiguous=True,  # "FSDP does not support non-contiguous parameters yet" (torch 2.13)
         has_dtensors=True,
         tunable=Tunable(
@@ -196,8 +197,10 @@ class FSDP2Backend(TorchShardedBackend):
         # On NCCL nothing is merged: the host runs ahead of the device.
         merge = settings.options.get("merge_below", MERGE_BELOW if self._fast else 0)
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
-        self._units: list[Any] = [modules[name] for name in (*settings.plan.unit_names, "") if name in self.groups]
-        for name in (*settings.plan.unit_names, ""):
+        names = (*settings.plan.unit_names, "")
+        self._unit_modules: dict[str, Any] = {name: modules[name] for name in names if name in self.groups}
+        self._units = list(self._unit_modules.values())
+        for name in names:
             self._make_real(units[name])
             if name not in self.groups:
                 mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
@@ -206,7 +209,7 @@ class FSDP2Backend(TorchShardedBackend):
             _prepare(type(modules[name]))
             # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
             with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
-                fully_shard(modules[name], mp_policy=_mixed(units[name].compute, settings.precision.reduce), **kwargs)
+                fully_shard(modules[name], mp_policy=_mixed(units[name], settings.precision.reduce), **kwargs)
             modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
@@ -220,11 +223,13 @@ class FSDP2Backend(TorchShardedBackend):
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
+        gather_class: Callable[[], Any] | None = None
         if self._fast:
             from fsshard.comm.gloo.collectives import Gather
 
-            for unit in self._units:
-                unit.set_custom_all_gather(Gather())
+            gather_class = Gather
+        self._gather_by(gather_class)
+        if self._fast:
             if settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         elif self.shard_group.size() > 1:
@@ -240,6 +245,22 @@ class FSDP2Backend(TorchShardedBackend):
                 continue
             old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
             mark_stale(old, _stale(entry))
+
+    def _gather_by(self, gather_class: Callable[[], Any] | None) -> None:
+        """Let units be gathered by ``gather_class`` or torch's own collective, in the dtype of each one's ``send``."""
+        from fsshard.comm.narrow_gather import NarrowGather
+
+        dtypes = {unit.name: unit.send for unit in self.settings.plan.units}
+        for name, unit in self._unit_modules.items():
+            gather = None
+            if gather_class is not None:
+                gather = gather_class()
+            dtype = dtypes[name]
+            # A rank that has all of a unit rounds nothing here: its forward does.
+            if dtype is not None and self.shard_group.size() > 1:
+                gather = NarrowGather(dtype, gather)
+            if gather is not None:
+                unit.set_custom_all_gather(gather)
 
     def _add_in_one_order(self) -> None:
         """Let gradients be reduced in the order of :mod:`fsshard.comm.tree`."""
@@ -361,8 +382,7 @@ class FSDP2Backend(TorchShardedBackend):
                 return dist.broadcast(whole, group=group, group_src=0, async_op=True)
 
         if self._fast:
-            for unit in self._units:
-                unit.set_custom_all_gather(AtOnce())
+            self._gather_by(AtOnce)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -580,12 +600,13 @@ def _stale(entry: Entry) -> str:
     )
 
 
-def _mixed(compute: torch.dtype | None, reduce: torch.dtype | None) -> Any:
+def _mixed(unit: Unit, reduce: torch.dtype | None) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     # Inputs are cast by fsshard.model.precision, under every backend alike. Left out, reduce_dtype is param_dtype in
     # torch 2.13 and the weights' own dtype in 2.15, silently.
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce or compute, cast_forward_inputs=False)
+    reduce = reduce or unit.send or unit.compute
+    return MixedPrecisionPolicy(param_dtype=unit.compute, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def _parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:

@@ -98,6 +98,11 @@ class Settings:
         return self.mesh is not None and self.mesh.ndim == 2
 
     @property
+    def shards(self) -> int:
+        """Ranks that divide one copy where parameters are divided."""
+        return int(self.mesh.shape[1]) if self.has_replicas else self.world_size
+
+    @property
     def world_size(self) -> int:
         """Ranks that share the work."""
         return self.group.size() if self.group is not None else 1

@@ -30,6 +30,10 @@ _links: MutableMapping[nn.Parameter, _Link] = WeakIdKeyDictionary()
 """By either of the two; neither keeps the other alive."""
 
 
+class UngatheredParameter(nn.Parameter):
+    """A whole parameter in ``full_parameters()``, where an engine that rounds what it gathers has gathered nothing."""
+
+
 def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return what identifies the place of a tensor in memory; of a DTensor that of this rank's part."""
     tensor = getattr(tensor, LOCAL_TENSOR, tensor)

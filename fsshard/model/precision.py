@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import stored_in
+from fsshard.complex_params.replaced import UngatheredParameter
 from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ModelError, PrecisionError
 from fsshard.model.recomputation import RecomputedForward
@@ -41,9 +42,9 @@ fp32_policy = Precision(param=torch.float32, reduce=torch.float32, buffer=torch.
 """For ``mixed_precision=``: everything in float32, gradients that are sent and buffers included."""
 
 
-_Casts = list[tuple[ParameterSlot, torch.dtype]]
-"""The places of one unit's parameters, each with the dtype that its forward computes in."""
-FIELDS = ("param", "reduce", "buffer", "output")
+_Casts = list[tuple[ParameterSlot, Callable[[Tensor], Tensor]]]
+"""The places of one unit's parameters, each with what makes of it the tensor that its forward computes with."""
+FIELDS = ("param", "reduce", "buffer", "output", "send")
 COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -106,7 +107,7 @@ def check_precision(plan: Plan, device: torch.device) -> None:
             f"mixed_precision={precision}: the weights that the optimizer updates stay float32 under every backend, "
             f"and {', '.join(others)}; call model.float() before wrap, or leave mixed_precision=None"
         )
-    if torch.bfloat16 in (precision.param, precision.reduce):
+    if torch.bfloat16 in (precision.param, precision.reduce, precision.send):
         answer = bf16_ready(device)
         if not answer:
             raise PrecisionError(f"mixed_precision with bfloat16: {answer.reason}; use 'fp16' with fsshard.GradScaler")
@@ -115,7 +116,40 @@ def check_precision(plan: Plan, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def cast_params(table: ModuleTable, plan: Plan) -> None:
+class _Rounded(torch.autograd.Function):
+    """A float32 tensor with the numbers of a narrower dtype; its gradient passes as it is."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return weight.to(dtype).to(weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent
+
+
+def _cast_to(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    return weight.to(dtype)
+
+
+def _rounded_to(dtype: torch.dtype, by_gather: bool, weight: Tensor) -> Tensor:
+    if by_gather and not isinstance(weight, UngatheredParameter):
+        return weight
+    rounded: Tensor = _Rounded.apply(weight, dtype)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+def cast_params(table: ModuleTable, plan: Plan, *, rounds_as_it_gathers: bool) -> None:
     """Show each unit's forward its parameters in the unit's dtype from now on.
 
     Engines that do so while they gather do not within full_parameters(), where a user's forward may run, too.
@@ -124,11 +158,14 @@ def cast_params(table: ModuleTable, plan: Plan) -> None:
         table: the modules that were planned, tensorfied.
         plan: which units compute in which dtype. Recomputed blocks run a second time in backward, when the unit around
             them is left already: they cast their parameters themselves too.
+        rounds_as_it_gathers: the engine rounds the weights of units with a ``send`` where it gathers them.
     """
-    computed: dict[str, torch.dtype] = {}
+    computed: dict[str, Callable[[Tensor], Tensor]] = {}
     for each in plan.units:
-        if each.compute not in (None, torch.float32):
-            computed[each.name] = each.compute
+        if each.send is not None:
+            computed[each.name] = functools.partial(_rounded_to, each.send, rounds_as_it_gathers)
+        elif each.compute not in (None, torch.float32):
+            computed[each.name] = functools.partial(_cast_to, each.compute)
     if not computed:
         return
     modules = table.modules
@@ -177,14 +214,17 @@ def _with_cast(
     copies: dict[int, Tensor] = {}
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
-        for slot, dtype in _fsshard_casts:
+        for slot, cast in _fsshard_casts:
             parameters = stored_in(slot.owner)
             # In a backward pass FSDP1 shows its views in the module's __dict__ only.
             value = parameters.get(slot.stored)
             if value is None or value.dtype != torch.float32:
                 continue  # it is cast already
-            before.append((parameters, slot.stored, value))
-            parameters[slot.stored] = copies.setdefault(id(value), value.to(dtype))
+            if id(value) not in copies:
+                copies[id(value)] = cast(value)
+            if copies[id(value)] is not value:
+                before.append((parameters, slot.stored, value))
+                parameters[slot.stored] = copies[id(value)]
         result = forward(*args, **kwargs)
         _check_not_written(copies.values(), _fsshard_casts)
         return result
@@ -197,7 +237,8 @@ def _check_not_written(copies: Iterable[Tensor], casts: _Casts) -> None:
     """Raise if the forward has changed a copy in place: the version of a fresh tensor is 0."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or functorch_transforms_active():
         return
-    if any(map(version_of, copies)):
+    # What an engine has gathered is no copy; it has guards of its own.
+    if any(version_of(copy) for copy in copies if not isinstance(copy, nn.Parameter)):
         lost = {slot.name for slot, _ in casts if version_of(stored_in(slot.owner)[slot.stored])}
         raise ModelError(
             f"the forward changes {', '.join(map(repr, sorted(lost)))} in place, which would be lost: under mixed "

@@ -8,6 +8,7 @@ checkpoint (torch 2.13; FairScale issue #354).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -107,6 +108,14 @@ class Reduction:
         self._hooks: list[Any] = []
         if group.size() > 1:
             self._take_over()
+        else:
+            if before is not None:
+                before.detach()
+            # Nothing is sent, and every engine rounds all the same.
+            for parameter in self.parameters:
+                dtype = reduce_dtypes.get(parameter)
+                if dtype is not None and parameter.requires_grad:
+                    self._hooks.append(parameter.register_hook(functools.partial(_rounded, dtype)))
 
     def _new_buckets(
         self,
@@ -357,6 +366,10 @@ class Reduction:
         """Take note that gradients are set to zero or dropped, on all ranks."""
         self._has_means = False
         self._means.difference_update(parameters)
+
+
+def _rounded(dtype: torch.dtype, gradient: Tensor) -> Tensor:
+    return gradient.to(dtype).to(gradient.dtype)
 
 
 def _weakly(method: Any, i: int) -> Callable[[Tensor], None]:

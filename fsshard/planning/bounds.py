@@ -113,18 +113,18 @@ def _shards(plan: Plan, given: Circumstances, trainable: int) -> Bounds:
         state = round(given.state_ratio * trainable / given.shards)
     units = [] if given.partly else _as_gathered(plan, given)
     sizes = [unit.computed for unit in units]
-    gathered = sum(sizes)
+    gathered = sum(unit.sent for unit in units)
     alive = max(sizes, default=0)
     begins = given.activations
     if given.stays_gathered:
-        alive = gathered
-        begins += gathered
+        alive = sum(sizes)
+        begins += alive
     else:
         # Of what is frozen a backward may need nothing, and one unit can stay.
-        again = [unit.computed for unit in units if unit.trainable]
+        again = [unit.sent for unit in units if unit.trainable]
         gathered += sum(again) - max(again, default=0)
     with_gradient = max((unit.computed + unit.gradient for unit in units), default=0)
-    reduced = sum(_scaled(unit.trainable, plan.precision.reduce or unit.compute) for unit in units)
+    reduced = sum(_scaled(unit.trainable, plan.precision.reduce or unit.gather) for unit in units)
     payloads = {
         "all_gather": given.micro_batches * gathered,
         "reduce_scatter": given.reduces * reduced,
@@ -158,6 +158,11 @@ class _Gathered(NamedTuple):
     nbytes: int
     trainable: int
     compute: torch.dtype | None
+    gather: torch.dtype | None  # the dtype in which they are sent
+
+    @property
+    def sent(self) -> int:
+        return _scaled(self.nbytes, self.gather)
 
     @property
     def computed(self) -> int:
@@ -184,7 +189,7 @@ def _as_gathered(plan: Plan, given: Circumstances) -> list[_Gathered]:
             nbytes += info.nbytes
             if info.requires_grad:
                 trainable += info.nbytes
-        units.append(_Gathered(nbytes, trainable, unit.compute))
+        units.append(_Gathered(nbytes, trainable, unit.compute, unit.send or unit.compute))
     return units
 
 

@@ -75,6 +75,8 @@ class Unit:
         compute: the dtype that its parameters and floating-point inputs have during forward and backward; None is
             their own.
         reduce_dtype: the dtype in which its gradients are sent; None is their own, float32.
+        send: the dtype to which its forward's float32 weights are rounded, and in which they are gathered; None: they
+            are as they are.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Unit:
     fp32: bool
     compute: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    send: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -557,7 +560,10 @@ def _units(
         compute = None
         if mixed:
             compute = torch.float32 if fp32 else precision.param
-        reduce_dtype = compute if precision.reduce is None else precision.reduce
+        send = None
+        if compute in (None, torch.float32) and precision.send != torch.float32:
+            send = precision.send
+        reduce_dtype = precision.reduce or send or compute
         unit = Unit(
             name=name,
             reason="the root: everything else" if module is None else kept[module],
@@ -567,6 +573,7 @@ def _units(
             fp32=fp32,
             compute=compute,
             reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype,
+            send=send,
         )
         units.append(unit)
     return tuple(units)
@@ -644,9 +651,12 @@ def _explain_precision(plan: Plan) -> str:
             of_fp32_units.add(_short(unit.reduce_dtype or torch.float32))
     if of_fp32_units - {reduce_dtype}:
         reduce_dtype += f" (float32 units: {', '.join(sorted(of_fp32_units))})"
+    sent = ""
+    if precision.send is not None:
+        sent = f"float32 units compute with weights rounded to {_short(precision.send)}; "
     return (
         "mixed precision: weights and optimizer float32; inputs and outputs cast per unit; gradients are sent in "
-        f"{reduce_dtype}; buffers {buffers}; output {output}"
+        f"{reduce_dtype}; {sent}buffers {buffers}; output {output}"
     )
 
 

@@ -34,6 +34,9 @@ class Precision:
             or a unit's float32.
         buffer: dtype of floating-point buffers outside of fp32 units. None: the model's own.
         output: dtype of the model's floating-point outputs. None: as they come.
+        send: dtype in which engines that gather weights send those of units that compute in float32, complex ones
+            too: ``fsdp2``. Under every engine a forward computes with weights rounded to it (to the nearest, ties to
+            even), and the gradients of these units are sent in it unless ``reduce`` says otherwise. None: float32.
         fp32_units: dtype in which modules compute that own complex weights or are BatchNorms: None, or float32 by name.
             There is no complex bfloat16, and a complex32 has no matrix product on the CPU.
     """
@@ -42,10 +45,11 @@ class Precision:
     reduce: torch.dtype | None = None
     buffer: torch.dtype | None = None
     output: torch.dtype | None = None
+    send: torch.dtype | None = None
     fp32_units: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param", "reduce", "buffer", "output", "fp32_units"):
+        for field in ("param", "reduce", "buffer", "output", "send", "fp32_units"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PrecisionError(f"Precision({field}=...) must be a floating-point dtype or None, got {dtype!r}")
@@ -58,13 +62,14 @@ class Precision:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """Return the dtype in which gradients are sent outside of fp32 units; None is float32."""
-        dtype = self.param if self.reduce is None else self.reduce
+        dtype = self.reduce or self.param or self.send
         return None if dtype == torch.float32 else dtype
 
     @property
     def is_full(self) -> bool:
         """Return whether nothing is cast anywhere."""
-        return {self.param, self.reduce, self.buffer, self.output, self.fp32_units} <= {None, torch.float32}
+        dtypes = {self.param, self.reduce, self.buffer, self.output, self.send, self.fp32_units}
+        return dtypes <= {None, torch.float32}
 
 
 def resolve_precision(value: object) -> Precision:

@@ -1,0 +1,165 @@
+"""Precision(send=...): weights that are sent narrower than they compute, judged by replicas that round by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fsshard
+from fsshard.errors import PrecisionError, UnsupportedByBackend
+from fsshard.launching.pool import RankPool
+from tests.forked import forking
+from tests.models import Spectral
+
+BACKENDS = ("ddp", "fsdp2", "fairscale")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 3
+
+
+class Operator(nn.Module):
+    """Complex weights beside real ones, with an odd number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(6, 10)
+        self.blocks = nn.ModuleList([Spectral(10), Spectral(10)])
+        self.out = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for block in self.blocks:
+            x = x + block(x).real
+        result: Tensor = self.out(x)
+        return result
+
+
+def operator() -> Operator:
+    """Return the same weights at every call."""
+    torch.manual_seed(0)
+    return Operator()
+
+
+def batch(rank: int, number: int) -> Tensor:
+    """Return what a rank trains on."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor's numbers, to the nearest of ``dtype``."""
+    near = as_real(tensor).to(dtype).to(torch.float32)
+    return torch.view_as_complex(near) if tensor.is_complex() else near
+
+
+def added(parts: list[Tensor]) -> Tensor:
+    """Return the sum in an aligned tree."""
+    while len(parts) > 1:
+        parts = [first + second for first, second in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def by_hand(ranks: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    """Train bare replicas, in one process: rank 0's losses, and the weights at the end."""
+    model = operator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for number in range(STEPS):
+        gradients: dict[str, list[Tensor]] = {}
+        for rank in range(ranks):
+            near = {name: rounded(weight.detach(), dtype).requires_grad_() for name, weight in model.named_parameters()}
+            loss = functional_call(model, near, batch(rank, number)).square().mean()
+            if not rank:
+                losses.append(loss.item())
+            for name, gradient in zip(near, torch.autograd.grad(loss, list(near.values())), strict=True):
+                gradients.setdefault(name, []).append(as_real(gradient).to(dtype) / ranks)
+        for name, weight in model.named_parameters():
+            mean = added(gradients[name]).to(torch.float32)
+            weight.grad = torch.view_as_complex(mean) if weight.is_complex() else mean
+        optimizer.step()
+    return losses, dict(model.state_dict())
+
+
+def job_trained(backend: str, send: torch.dtype, extra: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], float]:
+    """Train under an engine; return losses, weights, and a loss of whole parameters."""
+    model = fsshard.wrap(operator(), backend=backend, mixed_precision=fsshard.Precision(send=send), **extra)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    rank = torch.distributed.get_rank()
+    losses = []
+    for number in range(STEPS):
+        loss = model(batch(rank, number)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        after = model(batch(rank, 0)).square().mean().item()
+        with model.full_parameters():
+            assert model.module(batch(rank, 0)).square().mean().item() == after, "whole weights are rounded, too"
+    return losses, model.state_dict(), after
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("ranks_", "dtype"), [(1, "bf16"), (2, "fp16"), (4, "bf16")])
+def test_as_replicas_that_round_by_hand(ranks: RankPool, backend: str, ranks_: int, dtype: str) -> None:
+    losses, weights = by_hand(ranks_, DTYPES[dtype])
+    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, DTYPES[dtype], {})
+    assert first == losses
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight), name
+    kept = as_real(state["blocks.0.weight"])
+    assert not torch.equal(kept, kept.to(DTYPES[dtype]).float()), "the optimizer's weights are not rounded"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"activation_checkpointing": {"Spectral"}}, {"auto_wrap_policy": {nn.Linear, Spectral}}],
+    ids=["recomputed", "many units"],
+)
+def test_engines_agree_on_other_plans(ranks: RankPool, extra: dict[str, Any]) -> None:
+    results = [ranks.run(job_trained, 2, backend, torch.bfloat16, extra)[0] for backend in BACKENDS]
+    for losses, state, after in results[1:]:
+        assert (losses, after) == (results[0][0], results[0][2])
+        assert all(torch.equal(state[name], weight) for name, weight in results[0][1].items())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_half_the_bytes_are_sent(backend: str) -> None:
+    with forking():
+        sent = []
+        for precision in (None, fsshard.Precision(send=torch.bfloat16)):
+            arguments: dict[str, Any] = {"batch": torch.ones(4, 64), "backend": backend, "world_size": 4}
+            if backend == "fsdp2":
+                arguments["merge_below"] = 0
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            one = fsshard.estimate(model, mixed_precision=precision, auto_wrap_policy={nn.Linear}, **arguments)
+            assert one.sent >= one.bounds.sent - 1
+            sent.append(one.sent)
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.01)
+
+
+def job_refused() -> None:
+    arguments: dict[str, Any] = {"mixed_precision": fsshard.Precision(send=torch.bfloat16)}
+    with pytest.raises(UnsupportedByBackend, match="use backend='fsdp2'; or Precision"):
+        fsshard.wrap(operator(), backend="fsdp", **arguments)
+    fsshard.wrap(operator(), backend="fsdp2", **arguments)
+    fsshard.wrap(operator(), backend="fsdp", mixed_precision=fsshard.Precision(reduce=torch.bfloat16))
+
+
+def test_fsdp1_says_what_to_use(ranks: RankPool) -> None:
+    ranks.run(job_refused, 2)
+
+
+def test_the_plan_says_so_and_narrow_units_are_sent_as_they_compute() -> None:
+    plan = fsshard.plan(operator(), mixed_precision=fsshard.Precision(param=torch.float16, send=torch.bfloat16))
+    sent = {unit.name: unit.send for unit in plan.units}
+    assert sent == {"": None, "blocks.0": torch.bfloat16, "blocks.1": torch.bfloat16}
+    assert "float32 units compute with weights rounded to bfloat16" in plan.explain()
+    with pytest.raises(PrecisionError, match=r"Precision\(send=...\) must be a floating-point dtype"):
+        fsshard.Precision(send=torch.int8)
