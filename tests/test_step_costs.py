@@ -1,4 +1,4 @@
-"""Counts what a step costs, without a clock: calls of Python functions, and collectives. Exact, per version of torch."""
+"""Counts what a step costs, without a clock: calls of Python functions, and collectives, per version of torch."""
 
 from __future__ import annotations
 

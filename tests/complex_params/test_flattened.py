@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsshard
-from fsshard import ModelError, PrecisionError, StaleParameter, tensorfy, untensorfy
+from fsshard import ModelError, PrecisionError, tensorfy, untensorfy
 from fsshard.complex_params import flattened
 from fsshard.complex_params.flattened import Flattened, class_in_front, has_own_layout, showing_the_users
 from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import parameter_slots
+from fsshard.errors import StaleParameter
 from tests.complex_params.training import changed, equal, gradients, train, weights
 from tests.training_runs import call
 from tests.zoo import COMPLEX, ZOO, ComplexAffine, Holders, ToReal, number

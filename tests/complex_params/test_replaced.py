@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsshard import ModelError, StaleParameter, tensorfy, untensorfy
+from fsshard import ModelError, tensorfy, untensorfy
+from fsshard.errors import StaleParameter
 from tests.complex_params.training import equal, gradients, weights
 from tests.training_runs import call
 from tests.zoo import ZOO, ComplexAffine, ToReal, number
