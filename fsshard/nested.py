@@ -171,10 +171,10 @@ def is_array(value: Any) -> bool:
 
 def grad_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
-    # Most outputs are one tensor.
-    parts = [output] if isinstance(output, Tensor) else leaves(output)
-    tensors: list[Tensor] = []
-    for leaf in parts:
+    if isinstance(output, Tensor):  # as most are
+        return [output] if output.requires_grad else []
+    tensors = []
+    for leaf in leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             tensors.append(leaf)
     return tensors

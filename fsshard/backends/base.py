@@ -28,7 +28,7 @@ from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
-from fsshard.complex_params.slots import ParameterSlot
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.oss.collectives import average, used_anywhere
@@ -73,12 +73,12 @@ class Backend(ABC):
         settings = replace(settings, options=own)
         self.settings = settings
         layouts = None if settings.model_mesh is None else settings.model_mesh.layouts
-        self.entries = collect_entries(module, layouts)
+        table = ModuleTable(module)
+        self.entries = collect_entries(table, layouts)
         self.key_order, self.keys = self._name_keys()
         if not self.facts.marks_unit_inputs:
-            modules = dict(module.named_modules())
             for name in settings.plan.unit_names:
-                mark_unit_inputs(modules[name])
+                mark_unit_inputs(table.modules[name])
         units = {unit.name: unit for unit in settings.plan.units}
         self._regions: dict[str, list[nn.Module]] = {}
         if settings.source is not None:
@@ -256,12 +256,8 @@ class Backend(ABC):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are trainable and received no gradient on this rank."""
-        unused: list[str] = []
-        for name in names:
-            parameter = self.entries[name].parameter
-            if parameter.requires_grad and parameter.grad is None:
-                unused.append(name)
-        return unused
+        entries = [self.entries[name] for name in names]
+        return [entry.name for entry in entries if entry.parameter.requires_grad and entry.parameter.grad is None]
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
@@ -389,7 +385,7 @@ def _is_accumulated(leaf: Tensor) -> bool:
     """Return whether the graph task that runs adds to the gradient of ``leaf``."""
     node = leaf.grad_fn
     if node is None:
-        # As torch's get_gradient_edge(), whose contexts and tuples are eight calls more in each backward.
+        # As torch's get_gradient_edge(), which makes eight calls more in each backward.
         with torch.set_grad_enabled(True):
             node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     try:

@@ -120,8 +120,7 @@ class EngineReduction(Reduction):
         if self.group.size() == 1:
             self.seen.update([id(parameter) for parameter in self.parameters if parameter.grad is not None])
             return
-        # The two questions in one message. Nobody has to know before what the others have used: owners are given zeros
-        # for it.
+        # Two questions in one message. Nobody has to know before what others have used: owners are given zeros for it.
         while self.parameters:
             ids = list(map(id, self.parameters))
             flags = [bool(self.waiting), *(key in self._reached for key in ids)]

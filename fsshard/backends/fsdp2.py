@@ -396,9 +396,9 @@ class FSDP2Backend(TorchShardedBackend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        if set_to_none:
-            self.step.dropped.update([entry.name for entry in entries])
         for entry in entries:
+            if set_to_none:
+                self.step.dropped.add(entry.name)
             if entry.name not in self.step.local:
                 continue
             # The last backward was under no_sync, whose sums are whole.

@@ -103,12 +103,12 @@ class Arrivals:
         self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
         self._has_strayed = False
         self._task: int | None = None  # the graph task of the backward whose beginning was seen, while it runs
-        # What has come in the backward that runs, to be counted when it ends; in one that nobody has seen begin, since
-        # it is of no output of the wrapper, when somebody looks.
+        # What has come in the backward that runs, to be counted when it ends; if nobody has seen it begin, since it is
+        # of no output of the wrapper, when somebody looks.
         self._came: list[nn.Parameter] = []
-        # Not a function of ours, which would be called for each gradient of each step. The list holds parameters for a
-        # backward only: the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the
-        # parameter, and the model, its engine and its process group with its threads would live forever (torch 2.13).
+        # Not a function of ours, a call for each gradient of a step. And the list holds parameters in a backward only:
+        # the collector cannot see through a parameter's hooks while C++ (DDP's reducer) holds the parameter, and the
+        # model, its engine and its process group with its threads would live forever (torch 2.13).
         note = self._came.append
         hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in names]
         self._unhook = weakref.finalize(self, _remove, hooks)  # the user's module may be trained on without a wrapper
@@ -120,7 +120,7 @@ class Arrivals:
 
     @property
     def strayed(self) -> bool:
-        """Whether gradients have arrived that the reducer has not sent, and sends with the next ones only."""
+        """Gradients have arrived that the reducer has not sent, and sends with the next ones only."""
         self._count_unseen()
         return self._has_strayed
 

@@ -71,10 +71,6 @@ def _view_property(name: str, kind: Kind) -> property:
         # tltorch's own attribute is a view, and no parameter.
         kind = Kind.COMPLEX
 
-    def own_kind(members: dict[str, Any]) -> Kind:
-        own: Kind = members[LISTED].get(name, kind) if LISTED in members else kind
-        return own
-
     def get(self: Any) -> Any:
         members = self.__dict__
         parameters = members["_parameters"]
@@ -85,8 +81,10 @@ def _view_property(name: str, kind: Kind) -> property:
             # A plain buffer, in what tltorch's slicing makes of this very class under Dynamo.
             return type(self)._fsshard_origin.__getattr__(self, name)
         kept = members.get(KEPT)
+        listed = members.get(LISTED, {})
+        own_kind = listed.get(name, kind)
         if is_renamed or kept is None or torch.compiler.is_compiling():
-            return own_kind(members).shown(stored)
+            return own_kind.shown(stored)
         # As long as the stored one is the same, so is the tensor that shows it. In line: at each access of a weight.
         shown = kept.get(name)
         if (
@@ -96,7 +94,7 @@ def _view_property(name: str, kind: Kind) -> property:
             or shown._fsshard_trains != stored.requires_grad
             or shown.data_ptr() != stored.data_ptr()
         ):
-            return kept.show(name, stored, own_kind(members))
+            return kept.show(name, stored, own_kind)
         if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
             run_first_from(shown, stored)
         return shown
@@ -200,11 +198,7 @@ class Flattened(nn.Module):
             rest = tuple(views.items())
             self.__class__ = flattened_class(cls._fsshard_origin, rest, cls._fsshard_mixin)  # type: ignore[assignment]
 
-    def _apply(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        recurse: bool = True,
-    ) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
         kinds: dict[int, Kind] = {}
         forget_shown(cast(nn.Module, self))
@@ -237,12 +231,7 @@ class Flattened(nn.Module):
         with stored_names():
             return cast(Any, super())._apply(on_value, recurse)
 
-    def _save_to_state_dict(
-        self,
-        destination: Any,
-        prefix: str,
-        keep_vars: bool,
-    ) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with showing_the_users([self]):  # the class's own methods run as written
             cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
@@ -257,12 +246,7 @@ class Flattened(nn.Module):
                 # the same data as different types" (torch.save, torch 2.13).
                 destination[key] = value.clone()
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        *rest: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         with showing_the_users([self]):
             cast(Any, super())._load_from_state_dict(state_dict, prefix, *rest)
         parameters = stored_in(cast(nn.Module, self))
@@ -380,7 +364,7 @@ def flatten_module(
 
     def stored_as(name: str, parameter: nn.Parameter) -> Stored | None:
         kind = kind_for(parameter, scalars, in_order)
-        if kind == Kind.PLAIN:
+        if kind.is_plain:
             return None
         if id(parameter) not in memo:
             full_name = f"{prefix}.{name}" if prefix else name
@@ -477,12 +461,7 @@ class _HoldsReals(Flattened):
         else:
             super().register_parameter(name, param)
 
-    def register_buffer(
-        self,
-        name: str,
-        tensor: Tensor | None,
-        persistent: bool = True,
-    ) -> None:
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         if self._is_stored(name, tensor):
             nn.Module.register_buffer(self, name, tensor, persistent)
         else:

@@ -62,10 +62,15 @@ class Kind:
     SCALAR: ClassVar[Kind]
     RENAMED: ClassVar[Kind]
 
-    @property
+    @cached_property
     def is_complex(self) -> bool:
         """Return whether the user sees a complex number."""
         return self.form is Form.COMPLEX or self.form is Form.COMPLEX_SCALAR
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Return whether a parameter is stored as it is."""
+        return self == Kind.PLAIN
 
     @cached_property
     def way_back(self) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
         parameter = slot.parameter
         if nn.parameter.is_lazy(parameter):
             raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
-        if slot.kind != Kind.PLAIN or kind_for(parameter, scalars, in_order) == Kind.PLAIN:
+        if not slot.kind.is_plain or kind_for(parameter, scalars, in_order).is_plain:
             continue
         if isinstance(slot.owner, torch.jit.ScriptModule):
             raise ModelError(
@@ -131,7 +131,7 @@ def untensorfy(model: ModuleT) -> ModuleT:
         for stored, parameter in parameters.items():
             name = stored.removesuffix(SUFFIX)
             kind = views.get(name, Kind.PLAIN) if name != stored else Kind.PLAIN
-            if kind == Kind.PLAIN:
+            if kind.is_plain:
                 name = stored
             elif parameter is not None and kind != Kind.RENAMED:
                 if id(parameter) not in memo:

@@ -199,9 +199,12 @@ def check_parameters(
 ) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     # A tied one once, by its first name.
-    parameters = {}
-    for name, parameter in {id(slot.parameter): (slot.name, slot.parameter) for slot in reversed(slots)}.values():
-        parameters[name] = parameter
+    first_names: dict[int, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for slot in slots:
+        parameter = slot.parameter
+        if first_names.setdefault(id(parameter), slot.name) == slot.name:
+            parameters[slot.name] = parameter
     if not slots[0].parameter.is_meta:
         _check_memory({**buffers, **parameters}, backend)
     hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]

@@ -162,12 +162,7 @@ class _Recomputation:
     # where it sees neither their device (random numbers of the GPU are then not restored) nor a change in place.
     kept: list[Any]
 
-    def __init__(
-        self,
-        owner: RecomputedForward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
+    def __init__(self, owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._module = owner.module
         self._forward = owner.forward
         kind = type(self._module).__name__

@@ -118,10 +118,7 @@ class Reduction:
                     self._hooks.append(parameter.register_hook(functools.partial(_rounded, dtype)))
 
     def _new_buckets(
-        self,
-        indices: Sequence[int],
-        reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
-        elements: int,
+        self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
     ) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
         kinds: dict[Any, list[nn.Parameter]] = {}

@@ -60,11 +60,11 @@ class SharedGradients:
         owned: Callable[[Entry], bool],
         device: torch.device | None = None,
     ) -> None:
-        self._parts: list[_Part] = []
+        self.parts: list[_Part] = []
         for entry in entries:
             for layout in entry.layouts:
                 if isinstance(layout, Shared):
-                    self._parts.append(_Part(entry, layout))
+                    self.parts.append(_Part(entry, layout))
         self._owned = owned
         self._device = device
         self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
@@ -78,7 +78,7 @@ class SharedGradients:
         """Leave what has been summed on one rank only: gradients are about to be added to. Local."""
         # Accumulated gradients need no second copy: one rank along the dimension keeps the sum, the others begin at
         # zero, and the next sum has each of its terms once.
-        for entry, shared in self._parts:
+        for entry, shared in self.parts:
             # The mean of what all have is what each has: of that nobody need let go.
             if entry.name not in self._summed or shared.mean:
                 continue
@@ -93,11 +93,10 @@ class SharedGradients:
         Raises:
             GradientError: some of the ranks that share a parameter have a gradient of it, and some have none.
         """
-        if not self._parts:
-            return
-        names = {entry.name for entry in entries} - self._summed
+        names = {entry.name for entry in entries}
+        names -= self._summed
         by_group: dict[dist.ProcessGroup, list[_Part]] = {}
-        for part in self._parts:
+        for part in self.parts:
             entry = part.entry
             if entry.name in names and entry.parameter.requires_grad and self._owned(entry):
                 by_group.setdefault(part.shared.group, []).append(part)

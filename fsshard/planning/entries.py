@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsshard.complex_params.layouts import Layout
 from fsshard.complex_params.pairs import Kind, viewable
-from fsshard.complex_params.slots import ParameterSlot, parameter_slots
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 
@@ -185,13 +185,13 @@ class Entry:
         local.copy_(part.view(local.shape))
 
 
-def collect_entries(module: nn.Module, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:
-    """Return the distinct parameters of ``module`` by first name, in the model's order.
+def collect_entries(table: ModuleTable, layouts: Mapping[str, tuple[Layout, ...]] | None = None) -> dict[str, Entry]:
+    """Return the distinct parameters of a model by first name, in the model's order.
 
     ``layouts`` are, by first name, what was said of a parameter along other mesh dimensions than data.
     """
     entries: dict[int, Entry] = {}
-    for slot in parameter_slots(module):
+    for slot in table.slots():
         parameter = slot.parameter
         if id(parameter) in entries:
             # A tied parameter has several places, and one entry.

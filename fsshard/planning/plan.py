@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import stored_in
-from fsshard.complex_params.pairs import Kind, order_in_memory, real_dtype
+from fsshard.complex_params.pairs import order_in_memory, real_dtype
 from fsshard.complex_params.slots import ModuleTable, ParameterSlot
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.arguments import PrecisionChoice, Recomputed, WrapPolicy
@@ -521,7 +521,7 @@ def _parameter_infos(
         # Of a DTensor this is what a rank holds of it.
         stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)
         order = slot.kind.order
-        if slot.kind == Kind.PLAIN:
+        if slot.kind.is_plain:
             order = order or order_in_memory(stored)
         infos[slot.name] = ParameterInfo(
             name=slot.name,

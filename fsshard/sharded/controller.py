@@ -24,7 +24,6 @@ from fsshard.backends.step_state import Stage
 from fsshard.backends.whole import owned
 from fsshard.comm.stores import check_not_inherited
 from fsshard.comm.watchdog import lost_ranks, speaks_of_a_lost_rank
-from fsshard.complex_params.layouts import Shared
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shown import stored_of
@@ -85,9 +84,8 @@ class ModelController:
         self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
         self._same_inputs = SameInputs(backend)
         self._views = ParameterViews(backend)
-        self._shared_gradients: SharedGradients | None = None
-        if any(isinstance(layout, Shared) for entry in backend.all for layout in entry.layouts):
-            self._shared_gradients = SharedGradients(backend.all, partial(owned, backend), settings.device)
+        shared = SharedGradients(backend.all, partial(owned, backend), settings.device)
+        self._shared_gradients = shared if shared.parts else None
         self._same_gradients: SameGradients | None = None
         if settings.model_mesh is not None:
             norm = partial(norm_of, backend, norm_type=2.0)

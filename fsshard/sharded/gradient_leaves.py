@@ -59,7 +59,9 @@ class LeafLoops:
         ranks = backend.settings.world_size
         own = leaves // ranks
         # A rank has two neighbouring leaves of each round, whose sum has one order; of an odd number it has one.
-        pair = 1 if own % 2 else 2
+        pair = 2
+        if own % 2:
+            pair = 1
         sums = _PartialSums(backend)
         for begin in range(0, leaves, pair * ranks):
             if begin:
@@ -108,7 +110,10 @@ class _PartialSums:
     def set_aside(self) -> None:
         """Take the gradients of a round out of ``grad``, which is zero after it."""
         rounds = 1
-        total = [None if (gradient := entry.grad()) is None else gradient.clone() for entry in self._entries]
+        total: list[Tensor | None] = []
+        for entry in self._entries:
+            gradient = entry.grad()
+            total.append(None if gradient is None else gradient.clone())
         # Zeros, not None: a parameter that no later leaf reaches keeps what it has.
         self._backend.zero_grad(self._entries, set_to_none=False)
         while self._kept and self._kept[-1][0] == rounds:

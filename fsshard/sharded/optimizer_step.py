@@ -1,10 +1,9 @@
 """The parameters that an optimizer sees inside ``step()``: this rank's shards, complex where the model is.
 
-Engines hold real storage: whole tensors, DTensors, or flat shards. During a step each parameter is swapped in its
-group for plain local tensors over the same memory, complex where the user's parameter is, and its state likewise, so
-that optimizers which treat complex numbers as such keep their meaning (neuraloperator's AdamW uses |g|^2). At rest the
-state is real and shaped like the stored local part. Start at :func:`viewing_class`; one parameter is a
-:class:`~fsshard.sharded.optimizer_views.View`.
+Engines hold real storage. During a step each parameter is swapped in its group for plain local tensors over the same
+memory (:mod:`fsshard.sharded.optimizer_views`), and its state likewise, so that optimizers which treat complex numbers
+as such keep their meaning (neuraloperator's AdamW uses |g|^2). At rest the state is real and shaped like the stored
+local part. Start at :func:`viewing_class`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from fsshard.backends.base import Backend
 from fsshard.errors import OptimizerError
 from fsshard.oss.partitioned import unhooked_step
 from fsshard.planning.entries import Entry
-from fsshard.sharded.optimizer_blocks import GRID
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from fsshard.sharded.optimizer_lbfgs import lbfgs_over
-from fsshard.sharded.optimizer_views import View, end_all, pieces_in_place
+from fsshard.sharded.optimizer_views import GRID, View, end_all, pieces_in_place
 from fsshard.sharded.optimizer_whole import Owners
 
 READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
@@ -45,8 +43,7 @@ class _Shards:
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
         self.request = request
         self.backend = backend
-        # Much is looked after for other classes than torch's that torch's own do not do.
-        self.foreign = not request.of_torch
+        self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
         names: dict[str, None] = {}
         for group in request.groups:
             names.update(dict.fromkeys(group["params"]))
@@ -55,11 +52,13 @@ class _Shards:
         self.owners: Owners | None = None
         if request.whole and backend.facts.divides == "elements" and names:
             self.owners = Owners(backend, list(names))
-        # As which weights of more than two dims are shown, by name.
-        self.matrices = request.matrices
+        self.matrices = request.matrices  # as which weights of more than two dims are shown, by name
         self._is_fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry) for entry in backend.all}
-        self._reads_pairs = request.optimizer_class in READS_PAIRS and self.owners is None and not self.matrices
+        # Ids of what an optimizer that reads pairs is shown as complex numbers, or as pairs of reals.
+        self._two_forms: set[int] = set()
+        if request.optimizer_class in READS_PAIRS and request.see_complex and not (self.owners or self.matrices):
+            self._two_forms = {id(entry.parameter) for entry in backend.all if entry.kind.is_complex}
         self.resting = True  # the state lies under the engine's parameters, and not under what was shown
         self._has_stepped = False
 
@@ -122,8 +121,7 @@ class _Shards:
     def _views_of(self, group: dict[str, Any], optimizer: Any) -> list[View | None]:
         """Return how each parameter of a group is shown in this step; None: as it is."""
         # Weight decay is a product with a complex number in torch: of other zeros and infinities than a real one.
-        as_pairs = self._reads_pairs and group.get("weight_decay") == 0
-        shows_complex = self.request.see_complex and not as_pairs
+        as_pairs = group.get("weight_decay") == 0
         views: list[View | None] = []
         for parameter in group["params"]:
             key = id(parameter)
@@ -132,12 +130,10 @@ class _Shards:
                     "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                 )
             view = self._views[key]
-            if view is not None and self._reads_pairs and view.has_pairs and view.is_complex != shows_complex:
+            if view is not None and key in self._two_forms and view.is_complex == as_pairs:
                 with torch.no_grad():
-                    view.show_complex(shows_complex, optimizer, self.backend)
-            if view is not None and not (view.is_complex or view.is_elsewhere):
-                view = None
-            views.append(view)
+                    view.show_complex(not as_pairs, optimizer, self.backend)
+            views.append(view if view is not None and (view.is_complex or view.is_elsewhere) else None)
         return views
 
     def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
@@ -191,14 +187,12 @@ class _Shards:
             result = self._step(optimizer, base_step, closure, kwargs)
         else:
             failed = True
-            with torch.no_grad():
-                self.owners.begin()
+            self.owners.begin()
             try:  # from here on the other ranks wait for finish(), whatever is raised
                 result = self._step(optimizer, base_step, closure, kwargs)
                 failed = False
             finally:
-                with torch.no_grad():
-                    self.owners.finish(failed)
+                self.owners.finish(failed)
         if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
             self._has_stepped = True
             self.rest(optimizer)

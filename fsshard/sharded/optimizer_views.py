@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +15,93 @@ from fsshard.complex_params.pairs import viewable
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.errors import OptimizerError
 from fsshard.planning.entries import Entry
-from fsshard.sharded.optimizer_blocks import Block, blocks_of
 from fsshard.sharded.optimizer_matrices import Matrices
 from fsshard.sharded.optimizer_whole import WholeEntry
 from fsshard.state_objects import has_arrays, holds_objects, is_composite
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
+
+# ------------------------------------------------------------------------------------------------ blocks
+
+GRID = 64
+"""A multiple of what any CPU kernel handles per iteration (AVX-512: 2 x 8 complex64)."""
+
+GRAIN = 32768
+"""``at::internal::GRAIN_SIZE``: a thread of an elementwise kernel has at least as many elements, or all of them."""
+
+
+class Block(NamedTuple):
+    """Elements [start, stop) of the local part, as [offset, offset + stop - start) of a tensor of ``size`` elements.
+
+    ``size`` 0 means in place.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    size: int
+
+
+@functools.lru_cache(maxsize=1024)
+def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[Block]:
+    """Cut the part [start, stop) of ``total`` elements so that each is rounded as in the whole.
+
+    torch's CPU kernels for complex products and quotients round differently in their vectorised body and in the scalar
+    tail of a tensor (torch 2.13, AVX2 and AVX-512); torch's fused kernels round real numbers so, too. So a part is cut
+    at multiples of :data:`GRID` elements of the *whole* tensor: the middle is stepped in place, and the block at either
+    end in a copy as long as the block of the whole is. Each element then sits in the body or the tail as it does in the
+    whole. Where torch may use several threads, each gets a stretch of a large tensor, which has a tail of its own.
+    """
+    blocks: list[Block] = []
+    # The elements of one thread (ATen/ParallelOpenMP.h, invoke_parallel).
+    stretch = max(1, _quotient_up(total, _shares(total, threads)))
+    for origin in range(0, total, stretch):
+        end = min(origin + stretch, total)
+        first = max(start, origin)
+        last = min(stop, end)
+        if first >= last:
+            continue
+        for block in _blocks_within(first - origin, last - origin, end - origin):
+            blocks += _evenly(block, first - start, threads)
+    return blocks
+
+
+def _quotient_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _shares(elements: int, threads: int) -> int:
+    """Return how many threads share an elementwise kernel."""
+    return max(1, min(threads, _quotient_up(elements, GRAIN)))
+
+
+def _evenly(block: Block, by: int, threads: int) -> list[Block]:
+    """Return the block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
+    start = block.start + by
+    stop = block.stop + by
+    shares = _shares(stop - start, threads)
+    rounds = (stop - start) // (shares * GRID)
+    even = max(rounds * shares * GRID, (shares - 1) * GRAIN)
+    if shares == 1 or even == stop - start:
+        return [block._replace(start=start, stop=stop)]
+    rest = Block(start + even, stop, 0, 0)
+    return [Block(start, start + even, 0, 0), *_evenly(rest, 0, threads)]
+
+
+def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
+    """Cut the part [start, stop) of one thread's ``total`` elements at multiples of GRID."""
+    edges = {start, stop}
+    for edge in (_quotient_up(start, GRID) * GRID, stop // GRID * GRID):
+        if start < edge < stop:
+            edges.add(edge)
+    for first, last in itertools.pairwise(sorted(edges)):
+        origin = first // GRID * GRID
+        size = 0
+        if first != origin or (last % GRID and last != total):
+            size = min(origin + GRID, total) - origin
+        yield Block(first - start, last - start, first - origin, size)
+
+
+# ------------------------------------------------------------------------------------------------ one parameter
 
 
 class View:
@@ -26,21 +110,11 @@ class View:
     The pieces, and the state that the optimizer has for them, stay from step to step, since building them takes longer
     than most optimizers' arithmetic.
 
-    Args:
-        entry: the parameter.
-        is_complex: show pairs of reals as complex numbers.
-        is_turned: show a whole one with its dims in the user's order.
-        part: start and stop in the whole and its size, where it is shown in blocks.
-        threads: share a tensor, and each rounds its own tail; None: all that torch may use.
-        matrices: as which a whole one is shown; None: as it is shaped.
-
     Attributes:
-        has_pairs: what is stored are pairs of reals.
         is_elsewhere: real numbers are shown otherwise than the engine's parameter holds them.
         pieces: stand for the local part.
         alone: the one piece, where it lies over the parameter's own memory and in its order; else None.
-        address: of the local part, when the pieces were made.
-        shape: of the same.
+        address: of the local part when the pieces were made, whose ``shape`` it was.
     """
 
     def __init__(
@@ -48,15 +122,14 @@ class View:
         entry: Entry,
         is_complex: bool,
         *,
-        is_turned: bool = False,
-        part: tuple[int, int, int] | None = None,
-        threads: int | None = None,
-        matrices: Matrices | None = None,
+        is_turned: bool = False,  # a whole one is shown with its dims in the user's order
+        part: tuple[int, int, int] | None = None,  # start and stop in the whole and its size, where there are blocks
+        threads: int | None = None,  # share a tensor, and each rounds its own tail; None: all that torch may use
+        matrices: Matrices | None = None,  # as which a whole one is shown; None: as it is shaped
     ) -> None:
         self.entry = entry
         self.parameter = entry.parameter
         self.is_complex = is_complex
-        self.has_pairs = entry.kind.is_complex
         self._is_turned = is_turned
         self._part = part
         self._threads = threads
@@ -79,15 +152,10 @@ class View:
         self._place_pieces(optimizer, backend, local)
         if gradients:
             self.show_gradient()
-        if not self.pieces:
-            return []
-        at_rest = optimizer.state.pop(self.parameter, None)
-        if at_rest:
-            states: list[dict[str, Any]] = [{} for _ in self.pieces]
-            for key, value in at_rest.items():
-                for state, shown in zip(states, self._state_shown(value, local), strict=True):
-                    state[key] = shown
-            optimizer.state.update(zip(self.pieces, states, strict=True))
+        at_rest = optimizer.state.pop(self.parameter, None) if self.pieces else None
+        for key, value in (at_rest or {}).items():
+            for piece, shown in zip(self.pieces, self._state_shown(value, local), strict=True):
+                optimizer.state.setdefault(piece, {})[key] = shown
         return self.pieces
 
     def show_complex(self, shown: bool, optimizer: Any, backend: Backend) -> None:
@@ -121,8 +189,7 @@ class View:
         memory = memory_of(local)
         for piece, value in zip(self.pieces, values, strict=True):
             if stay and memory_of(value) != memory:
-                # A padded copy, or a mode, of whose memory an optimizer may keep views.
-                piece.data.copy_(value)
+                piece.data.copy_(value)  # a padded copy, or a mode: an optimizer may keep views of its memory
             else:
                 piece.data = value
         self.address = local.data_ptr()
@@ -130,10 +197,8 @@ class View:
         self.alone = self.pieces[0] if self._may_be_alone else None
 
     def _is_in_place(self, local: Tensor) -> bool:
-        """Return whether the one piece lies over ``local``.
-
-        It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
-        """
+        """Return whether the one piece lies over ``local``."""
+        # It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
         if self._blocks is not None or len(self.pieces) != 1 or self.shape != local.shape:
             return False
         return self.pieces[0].data_ptr() == local.data_ptr() == self.address
@@ -141,40 +206,24 @@ class View:
     def show_gradient(self) -> None:
         """Let the pieces have the engine's gradient, or none."""
         gradient = self.entry.grad()
-        if gradient is None:
-            self._drop_gradients()
-            return
-        for piece, part in zip(self.pieces, self._cut(gradient.detach()), strict=True):
-            piece.grad = part
-
-    def _drop_gradients(self) -> None:
-        for piece in self.pieces:
-            piece.grad = None
+        parts = None if gradient is None else self._cut(gradient.detach())
+        for place, piece in enumerate(self.pieces):
+            piece.grad = None if parts is None else parts[place]
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
-        """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's.
-
-        Args:
-            optimizer: that has stepped.
-            backend: the engine.
-            foreign: the class is not torch's, and may keep a gradient in its state.
-        """
+        """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
         gradients: set[int] = set()
         if foreign:
             gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
-        self._drop_gradients()
+        for piece in self.pieces:
+            piece.grad = None
         if not self._is_in_place(self.entry.local()):
             self.write_back()
-        if gradients and self._state_is_in(gradients, optimizer):
-            # The engine will use the gradient's memory again.
-            self.rest(optimizer, backend)
-
-    def _state_is_in(self, memories: set[int], optimizer: Any) -> bool:
-        for piece in self.pieces:
-            for value in optimizer.state.get(piece, {}).values():
-                if isinstance(value, Tensor) and memory_of(value) in memories:
-                    return True
-        return False
+        values: list[Any] = []
+        for piece in self.pieces if gradients else ():
+            values += optimizer.state.get(piece, {}).values()
+        if any(isinstance(value, Tensor) and memory_of(value) in gradients for value in values):
+            self.rest(optimizer, backend)  # the engine will use the gradient's memory again
 
     def write_back(self) -> None:
         """Write into the local part what the pieces hold and is not in its memory already."""
@@ -204,20 +253,16 @@ class View:
                 return self._matrices.cut(value)
             return self._matrices.state_of_pieces(value, len(self.pieces))
         # A step counter is counted up in place, by each piece.
-        values = [value]
-        for _ in self.pieces[1:]:
-            values.append(value.clone() if is_tensor else value)
-        return values
+        others = [value.clone() if is_tensor else value for _ in self.pieces[1:]]
+        return [value, *others]
 
     def _as_at_rest(self, value: Any, local: Tensor) -> Any:
         """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
         part: Tensor | None = getattr(value, LOCAL_TENSOR, None)
         if part is None:
             return value
-        numbers = part.numel()
-        if part.is_complex() and not local.is_complex():
-            numbers *= 2
-        if numbers == local.numel():
+        is_complex = part.is_complex() and not local.is_complex()
+        if part.numel() * (1 + is_complex) == local.numel():
             return self.entry.kind.to_stored(part).reshape(local.shape)
         return part
 
@@ -283,20 +328,14 @@ class View:
         if piece.is_complex() != self.is_complex:
             return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
         real = torch.view_as_real(piece) if piece.is_complex() else piece
-        if self._keeps_its_memory(piece, real, local):
+        gradient = self.entry.grad()
+        own = gradient is None or memory_of(piece) != memory_of(gradient)
+        own = own and (self._matrices is None or self._matrices.how == "matrix")
+        # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
+        fits = piece.is_contiguous() or real.shape == local.shape
+        if own and fits and self._blocks is None and not self._is_turned:
             return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
-
-    def _keeps_its_memory(self, piece: Tensor, real: Tensor, local: Tensor) -> bool:
-        if self._blocks is not None or self._is_turned:
-            return False
-        if self._matrices is not None and self._matrices.how != "matrix":
-            return False
-        gradient = self.entry.grad()
-        if gradient is not None and memory_of(piece) == memory_of(gradient):
-            return False
-        # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
-        return piece.is_contiguous() or real.shape == local.shape
 
     # ------------------------------------------------------------------------------------------ pieces
 
@@ -362,22 +401,15 @@ def memory_of(tensor: Tensor) -> int:
 
 # ------------------------------------------------------------------------------------------------ many views
 
-# Once per step for all views, in a loop without a Python call: a call for each of a thousand parameters takes longer
-# than the kernels of a small model.
+# Once per step, in loops without a Python call: one for each parameter takes longer than the kernels of a small model.
 
 
 def pieces_in_place(
-    views: Sequence[View | None],
-    at_rest: Collection[int],
-    *,
-    gradients: bool,
+    views: Sequence[View | None], at_rest: Collection[int], *, gradients: bool
 ) -> list[nn.Parameter | None]:
     """Return the piece of each view that lies alone over the memory where it did; None for those that must begin.
 
-    Args:
-        views: None among them has no piece.
-        at_rest: ids of the parameters that the optimizer has state for: it is not under the pieces.
-        gradients: give the pieces the engine's gradients.
+    ``at_rest`` are ids of the parameters that the optimizer has state for: it is not under the pieces.
     """
     pieces: list[nn.Parameter | None] = []
     for view in views:

@@ -118,6 +118,7 @@ class Owners:
         self._receive_weights()
         self._marks = self._mark()
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Give owners whole gradients, and whole weights if a shard was written since the last step. Collective."""
         # By load(), an average that is swapped in, or an initialisation.
@@ -134,6 +135,7 @@ class Owners:
         if is_changed_somewhere:
             self._receive_weights()
 
+    @torch.no_grad()
     def finish(self, failed: bool) -> None:
         """Send rows of the new weights to whom they belong. Collective, also where this rank's step has raised.
 

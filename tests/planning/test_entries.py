@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fsshard
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.planning.entries import collect_entries
 
 
@@ -20,7 +21,7 @@ class Tied(nn.Module):
 
 
 def test_a_tied_parameter_is_one_entry_with_all_its_places() -> None:
-    found = collect_entries(Tied())
+    found = collect_entries(ModuleTable(Tied()))
     assert sorted(found) == ["first.weight", "spectral"]
     assert [slot.name for slot in found["first.weight"].slots] == ["first.weight", "second.weight"]
 
@@ -28,6 +29,6 @@ def test_a_tied_parameter_is_one_entry_with_all_its_places() -> None:
 def test_the_user_sees_complex_numbers_where_pairs_are_stored() -> None:
     module = Tied()
     fsshard.tensorfy(module)
-    entry = collect_entries(module)["spectral"]
+    entry = collect_entries(ModuleTable(module))["spectral"]
     assert entry.parameter.dtype == torch.float32 and entry.stored_shape == (2, 5, 2)
     assert entry.dtype == torch.complex64 and entry.shape == (2, 5)

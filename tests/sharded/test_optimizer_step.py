@@ -1,6 +1,6 @@
 """Checks what an optimizer sees in its step: parts cut as kernels round, and gradients that a closure makes.
 
-Tests fsshard/sharded/optimizer_views.py, fsshard/sharded/optimizer_blocks.py and fsshard/backends/none.py too.
+Tests fsshard/sharded/optimizer_views.py and fsshard/backends/none.py too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsshard
 from fsshard.errors import OptimizerError
-from fsshard.sharded.optimizer_blocks import GRAIN, GRID, blocks_of
+from fsshard.sharded.optimizer_views import GRAIN, GRID, blocks_of
 from tests import optimizers as written
 from tests.models import batch, net
 from tests.optimizers import Blocked, average
