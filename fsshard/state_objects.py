@@ -92,22 +92,22 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 def _inner_of(tensor: Any) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
-    fields = {name: getattr(tensor, name) for name in names}
+    fields: dict[str, Any] = {}
+    for name in names:
+        fields[name] = getattr(tensor, name)
     fields[CONTEXT] = context
-    fields[SIZES] = [list(tensor.shape), list(tensor.stride())]
+    fields[SIZES] = [
+        list(tensor.shape),
+        list(tensor.stride()),
+    ]
     return fields
 
 
 def holds_objects(value: Any) -> bool:
     """Return whether there is an object within a value, or a tensor that is made of others."""
-    return any(fields_of(leaf) is not None for leaf in _leaves(value))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is no plain container, dataclasses as they are."""
     found: list[Any] = []
     map_containers(found.append, value, "plain")
-    return iter(found)
+    return any(fields_of(leaf) is not None for leaf in found)
 
 
 def _parts(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -157,14 +157,21 @@ def with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     fields = fields_of(value)
     if fields is None or isinstance(value, Enum):
         return value
-    changed = {name: change(field) for name, field in fields.items()}
+    changed = {}
+    for name, field in fields.items():
+        changed[name] = change(field)
     return _object(type(value), changed, None, lambda item, _: item)
 
 
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def check_objects(value: Any, live: Any, classes: Classes, what: str) -> None:
+def check_objects(
+    value: Any,
+    live: Any,
+    classes: Classes,
+    what: str,
+) -> None:
     """Raise CheckpointError for an object that :func:`with_objects` could not make of ``value``. Local."""
     if isinstance(value, SavedObject):
         kind = _class_of(value.kind, live, classes)
@@ -189,7 +196,10 @@ def check_objects(value: Any, live: Any, classes: Classes, what: str) -> None:
 
 
 def with_objects(
-    state: Mapping[str, Any], before: Mapping[str, Any], classes: Classes, device: torch.device
+    state: Mapping[str, Any],
+    before: Mapping[str, Any],
+    classes: Classes,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return a state in which objects are those of ``before``, filled, or new ones.
 
@@ -216,12 +226,17 @@ def fill_tensor(tensor: Tensor, saved: SavedObject) -> None:
 
 
 @torch.no_grad()
-def _filled(value: Any, live: Any, classes: Classes, device: torch.device) -> Any:
+def _filled(
+    value: Any,
+    live: Any,
+    classes: Classes,
+    device: torch.device,
+) -> Any:
     def filled(item: Any, held: Any) -> Any:
         return _filled(item, held, classes, device)
 
     if is_plain_tensor(value):
-        if is_plain_tensor(live) and (live.shape, live.dtype) == (value.shape, value.dtype):
+        if is_plain_tensor(live) and live.shape == value.shape and live.dtype == value.dtype:
             return live.copy_(value)
         return value.to(device) if value.dim() else value
     fields = fields_of(value)
@@ -229,45 +244,58 @@ def _filled(value: Any, live: Any, classes: Classes, device: torch.device) -> An
         kind = type(value)
         if isinstance(value, SavedObject):
             kind = _class_of(value.kind, live, classes) or kind
-        return _object(kind, fields, live if type(live) is kind else None, filled)
+        own = live if type(live) is kind else None
+        return _object(kind, fields, own, filled)
     if type(value) is dict:
-        items = {key: filled(item, _item(live, key)) for key, item in value.items()}
+        items = {}
+        for key, item in value.items():
+            items[key] = filled(item, _item(live, key))
         if type(live) is not dict:
             return items
         live.clear()
         live.update(items)
         return live
-    if type(value) in (list, tuple):
-        items_in_order = [filled(item, _item(live, index)) for index, item in enumerate(value)]
-        if type(value) is tuple:
-            return tuple(items_in_order)
-        if type(live) is not list:
-            return items_in_order
-        live[:] = items_in_order
-        return live
-    return value
+    if type(value) not in (list, tuple):
+        return value
+    in_order = []
+    for index, item in enumerate(value):
+        in_order.append(filled(item, _item(live, index)))
+    if type(value) is tuple:
+        return tuple(in_order)
+    if type(live) is not list:
+        return in_order
+    live[:] = in_order
+    return live
 
 
-def _object(kind: Any, fields: Mapping[str, Any], live: Any, filled: Any) -> Any:
+def _object(
+    kind: Any,
+    fields: Mapping[str, Any],
+    live: Any,
+    filled: Callable[[Any, Any], Any],
+) -> Any:
     """Return an object of a class with these fields: ``live`` where there is one."""
     if issubclass(kind, Enum):
         return kind[fields["name"]]
+    own = fields_of(live) or {}
+    values = {}
+    for name, item in fields.items():
+        if name != SIZES:
+            values[name] = filled(item, own.get(name))
     if issubclass(kind, Tensor):
-        own = {} if live is None else _inner_of(live)
-        inner = {name: filled(item, own.get(name)) for name, item in fields.items() if name not in (CONTEXT, SIZES)}
-        if live is not None and all(inner[name] is own[name] for name in inner):
-            return live
-        context = filled(fields[CONTEXT], own.get(CONTEXT))
+        context = values.pop(CONTEXT)
+        if live is not None and all(values[name] is own[name] for name in values):
+            return live  # its memory has been written
         shape, strides = fields[SIZES]
-        return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(strides))
+        return kind.__tensor_unflatten__(values, context, torch.Size(shape), tuple(strides))
     target = kind.__new__(kind) if live is None else live
-    values = {name: filled(item, _field(live, name)) for name, item in fields.items()}
     if hasattr(target, "__dict__"):
-        vars(target).clear()
-        vars(target).update(values)
-    else:  # a dataclass with slots
-        for name, item in values.items():
-            object.__setattr__(target, name, item)
+        members = vars(target)
+        members.clear()
+        members.update(values)
+        return target
+    for name, item in values.items():  # a dataclass with slots
+        object.__setattr__(target, name, item)
     return target
 
 

@@ -168,6 +168,10 @@ RUN: dict[str, Shown] = {
     ),
     "docs/checkpoints.md 2": Shown(2, WRAPPED, "assert len(list(DataLoader(dataset, sampler=sampler))) == 4"),
     "docs/checkpoint-files.md 0": Shown(2, WRAPPED, "assert {*both['optimizer']['state']} == {*both['model']}"),
+    "docs/data.md 0": Shown(2, f"{WRAPPED}\nctx = fsshard.init()", "assert len(loader) == 2"),
+    "docs/data.md 1": Shown(
+        2, f"{WRAPPED}\nctx = fsshard.init()", "assert epoch == 0 and len(list(again)) == 2 and sampler.yielded == 2"
+    ),
     "docs/darcy.md 0": Shown(
         2, "from fsshard.demo.tfno_darcy import build_model", "scheduler.optimizer", needs="neuralop"
     ),

@@ -51,7 +51,9 @@ from fsshard.state_objects import (
     SavedObject,
     by_class_name,
     check_objects,
+    described,
     fill_tensor,
+    holds_objects,
     is_plain_tensor,
 )
 from fsshard.torch_private.modules import EXTRA_STATE
@@ -429,6 +431,14 @@ class _Load:
         mismatched: Mismatches = {}
         if len(expected) != len(groups):
             mismatched["number of param_groups"] = (len(expected), len(groups))
+        for group, own in zip(groups, expected, strict=False):
+            for key, value in group.items():
+                # Settings that are objects (DistributedShampoo's) stay the optimizer's own.
+                if not holds_objects(value):
+                    continue
+                setting = own.get(key)
+                if described(setting, key) != value:
+                    mismatched[f"{key!r} of a group"] = (setting, value)
         if mismatched or want != got:
             raise StateDictError(f"{self.call}: optimizer {name!r}", want - got, got - want, mismatched)
 
@@ -632,7 +642,7 @@ class _Load:
     def _commit_optimizer(self, name: str, optimizer: ShardedOptimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self.groups[name], strict=True):
             for key, value in saved.items():
-                if key != "params":
+                if key != "params" and not holds_objects(value):
                     group[key] = value
         for entry in optimizer.entries:
             before = state_of(optimizer.inner, entry)

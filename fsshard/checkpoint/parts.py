@@ -356,7 +356,8 @@ def _add_optimizer(
     model: str,
 ) -> None:
     # The same on every rank.
-    groups = _encode(groups_by_name(optimizer), f"groups/{name}", collected.parts, everywhere=True)
+    own_groups = described(groups_by_name(optimizer), f"param_groups of optimizer {name!r}")
+    groups = _encode(own_groups, f"groups/{name}", collected.parts, everywhere=True)
     collected.groups[name] = (class_name(optimizer.optimizer_class), groups)
     collected.state[name] = {}
     states = []

@@ -39,16 +39,21 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state, and of how many ranks it is one."""
-        return {"ranks": self.ranks, "batch_size": self.batch_size, "state": self.loader.state_dict()}
+        return {
+            "ranks": self.ranks,
+            "batch_size": self.batch_size,
+            "state": self.loader.state_dict(),
+        }
 
     def load_state_dict(self, saved: Any) -> None:
         """Load what :meth:`state_dict` gave, or in a list that of all ranks, where there were more or fewer."""
-        states = list(saved) if isinstance(saved, list) else [saved]
+        is_as_before = isinstance(saved, dict) and saved["ranks"] == self.ranks
+        if is_as_before and saved["batch_size"] == self.batch_size:
+            self.loader.load_state_dict(saved["state"])
+            return
+        states = saved if isinstance(saved, list) else [saved]
         first = states[0]
         inner = [state["state"] for state in states]
-        if len(states) == 1 and (first["ranks"], first["batch_size"]) == (self.ranks, self.batch_size):
-            self.loader.load_state_dict(inner[0])
-            return
         redivide = getattr(self.loader, "redivide", None)
         if redivide is None:
             redivide = _Redivision(first, self.ranks, self.batch_size)
@@ -59,8 +64,8 @@ class _Redivision:
     """Makes of the states of some ranks that of each of another number of ranks."""
 
     def __init__(self, saved: Mapping[str, Any], ranks: int, batch_size: int | None) -> None:
-        self._told = f"saved on {saved['ranks']} ranks with batch_size={saved['batch_size']}, loaded on {ranks} with "
-        self._told += f"batch_size={batch_size}"
+        before = f"saved on {saved['ranks']} ranks with batch_size={saved['batch_size']}"
+        self._told = f"{before}, loaded on {ranks} with batch_size={batch_size}"
         self._samples = Fraction(saved["ranks"], ranks)
         self._batches: Fraction | None = None
         if saved["batch_size"] and batch_size:
@@ -71,16 +76,17 @@ class _Redivision:
 
     def _divided(self, key: str, values: Sequence[Any]) -> Any:
         first = values[0]
-        kinds = {type(value) for value in values}
-        if kinds == {dict} and all(value.keys() == first.keys() for value in values):
-            divided = {}
-            for name in first:
-                divided[name] = self._divided(name, [value[name] for value in values])
-            return divided
         if key in SEEDS:
             return first
-        if len(kinds) > 1 or any(value != first for value in values):
-            raise self._refusal(f"{key!r} differs between the ranks")
+        if isinstance(first, dict):
+            divided = {}
+            for name in first:
+                of_ranks = [value.get(name) for value in values]
+                divided[name] = self._divided(name, of_ranks)
+            return divided
+        for value in values:
+            if type(value) is not type(first) or value != first:
+                raise self._refusal(f"{key!r} differs between the ranks")
         if key in SAMPLES:
             return self._scaled(key, first, self._samples)
         if key in BATCHES:

@@ -36,8 +36,11 @@ class Ignored:
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         chosen: dict[int, object] = {}
         for item in given or ():
-            members = list(item.parameters()) if isinstance(item, nn.Module) else [item]
-            chosen.update({id(member): member for member in members})
+            members = [item]
+            if isinstance(item, nn.Module):
+                members = list(item.parameters())
+            for member in members:
+                chosen[id(member)] = member
         if not chosen or not isinstance(model, nn.Module):
             return
         for slot in parameter_slots(model):
@@ -67,8 +70,9 @@ class Ignored:
     def hidden(self) -> Iterator[None]:
         """Context in which the modules do not hold them."""
         taken = []
-        orders = {owner: list(stored_in(owner)) for owner, _, _ in self._places}
+        orders: dict[nn.Module, list[str]] = {}
         for owner, name, parameter in self._places:
+            orders.setdefault(owner, list(stored_in(owner)))
             if stored_in(owner).get(name) is parameter:
                 del stored_in(owner)[name]
                 taken.append((owner, name, parameter))
@@ -97,12 +101,16 @@ class Ignored:
         """
         kept = []
         for member in members:
-            item = member[1] if isinstance(member, tuple) and len(member) == 2 else member
-            parameter = self.parameters.get(item) if isinstance(item, str) else item
-            if parameter not in self:
+            item = member
+            if isinstance(member, tuple) and len(member) == 2:
+                item = member[1]
+            if isinstance(item, str):
+                item = self.parameters.get(item)
+            if item not in self:
                 kept.append(member)
-            elif parameter is not None and parameter.requires_grad:
-                name = next(name for name, each in self.parameters.items() if each is parameter)
+            elif item.requires_grad:
+                names = [name for name, each in self.parameters.items() if each is item]
+                name = names[0]
                 raise OptimizerError(
                     f"{name!r} is among ignored_states, so that each rank has a gradient of its own for it; reduce "
                     "that as you like, and step it by torch's optimizer: torch.optim.AdamW([parameter])"

@@ -6,7 +6,6 @@ stand-ins without memory, which shows its groups, and from then on these are giv
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,9 @@ Groups = list[dict[str, Any]]
 
 
 def parameters_by_keyword(
-    defaults: Mapping[str, Any], entries: Mapping[str, Entry], find: Callable[[Any], Entry]
+    defaults: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    find: Callable[[Any], Entry],
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
     """Return the names of the parameters that stand in settings, by keyword, and the settings without them.
 
@@ -35,18 +36,22 @@ def parameters_by_keyword(
     named: dict[str, list[str]] = {}
     settings: dict[str, Any] = {}
     for key, value in defaults.items():
-        members = [value] if isinstance(value, nn.Parameter) else value
         if inspect.isgenerator(value):
-            members = list(value)
-        settings[key] = members if inspect.isgenerator(value) else value
-        if not isinstance(members, (list, tuple)) or not members:
-            continue
-        if all(isinstance(member, str) and member in entries for member in members) or any(
-            isinstance(member, nn.Parameter) for member in members
-        ):
-            named[key] = [find(member).name for member in members]
-            del settings[key]
+            value = list(value)
+        if _are_parameters(value, entries):
+            named[key] = [find(member).name for member in value]
+        else:
+            settings[key] = value
     return named, settings
+
+
+def _are_parameters(value: Any, entries: Mapping[str, Entry]) -> bool:
+    """Return whether a setting is a list of parameters or of names of some."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    if any(isinstance(member, nn.Parameter) for member in value):
+        return True
+    return all(isinstance(member, str) and member in entries for member in value)
 
 
 def groups_with_keywords(
@@ -99,11 +104,14 @@ class _StandIns:
         return [self._by_name[name] for name in names]
 
     def built(
-        self, optimizer_class: type[Optimizer], groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+        self,
+        optimizer_class: type[Optimizer],
+        groups: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
     ) -> Optimizer:
         given = []
         for group in groups:
-            own = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            own = dict(group)
             own["params"] = self.of(group["params"])
             given.append(own)
         return optimizer_class(given, **settings)
@@ -117,14 +125,16 @@ class _StandIns:
 
     def facts(self, optimizer: Optimizer) -> list[Any]:
         """Return all that an optimizer is, with names in place of parameters."""
-        facts: list[Any] = []
-        for key, value in sorted(vars(optimizer).items()):
-            if key not in ("param_groups", "state"):
-                facts.append((key, self._text(value)))
-        for group in optimizer.param_groups:
-            facts += [(key, self._text(value)) for key, value in sorted(group.items())]
-        for parameter, state in optimizer.state.items():
-            facts.append((self._text(parameter), self._text(dict(state))))
+        members = dict(vars(optimizer))
+        tables = [*members.pop("param_groups")]
+        for parameter, state in members.pop("state").items():
+            tables.append({self._text(parameter): dict(state)})
+        tables.append(members)
+        facts = []
+        for table in tables:
+            for key in sorted(table):
+                fact = key, self._text(table[key])
+                facts.append(fact)
         return facts
 
     def _text(self, value: Any) -> str:

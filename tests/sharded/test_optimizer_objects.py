@@ -1,5 +1,6 @@
-"""Optimizers whose state has objects, and parameters given by keyword: fsshard/state_objects.py, optimizer_keywords.py.
+"""Optimizers whose state has objects, and parameters given by keyword.
 
+They are those of fsshard/state_objects.py and fsshard/sharded/optimizer_keywords.py.
 All ranks have the same batch, so that one bare process is the judge for every number of ranks.
 """
 
@@ -185,7 +186,9 @@ def job_resume(kind: str, backend: str, folder: str) -> list[str]:
     want = trained(bare, bare_optimizer, range(4))
     model, optimizer = wrapped(kind, backend)
     if CLASSES[kind]:
-        with pytest.raises(CheckpointError, match=rf"objects=\[{CLASSES[kind][0].__name__}\]"):
+        with pytest.raises(
+            CheckpointError, match=rf"name the class, fsshard.load\(\.\.\., objects=\[{CLASSES[kind][0].__name__}\]"
+        ):
             fsshard.load(folder, model, optimizer)
     fsshard.load(folder, model, optimizer, objects=CLASSES[kind])
     trained(model, optimizer, range(2, 3))
@@ -300,3 +303,36 @@ def test_what_is_no_plain_object() -> None:
     with pytest.raises(CheckpointError, match="holds itself"):
         described(Itself(), "state")
     assert described({"a": [Root.FOURTH]}, "state") == {"a": [SavedObject(f"{__name__}.Root", {"name": "FOURTH"})]}
+
+
+@dataclass(frozen=True)
+class Config:
+    beta: float = 0.9
+    root: Root = Root.SQUARE
+
+
+class Configured(Written):
+    """Has a setting that is an object, as DistributedShampoo's."""
+
+    def __init__(self, params: Any, lr: float = 0.1, config: Any = None) -> None:
+        super().__init__(params, lr, config=config)
+
+    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
+        return parameter.grad * group["config"].beta  # type: ignore[no-any-return]
+
+
+def job_settings(folder: str) -> None:
+    model = fsshard.wrap(net(), backend="fsdp2")
+    config = Config(root=Root.FOURTH)
+    optimizer = fsshard.build_optimizer(model, Configured, config=config)
+    trained(model, optimizer, range(1))
+    fsshard.save(folder, model, optimizer)
+    fsshard.load(folder, model, optimizer)
+    assert optimizer.param_groups[0]["config"] is config
+    other = fsshard.build_optimizer(model, Configured, config=Config(0.8))
+    with pytest.raises(FsshardError, match="'config' of a group"):
+        fsshard.load(folder, model, other)
+
+
+def test_settings_that_are_objects_stay_the_optimizers(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(job_settings, 2, str(tmp_path / "saved"))
