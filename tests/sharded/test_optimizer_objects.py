@@ -7,7 +7,7 @@ All ranks have the same batch, so that one bare process is the judge for every n
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from neuralop.training.tensor_galore_projector import TensorGaLoreProjector
 from torch import Tensor, nn
 
 import fsshard
+from fsshard import recipes
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, OptimizerError, UnsupportedByBackend
 from fsshard.state_objects import SavedObject, described, fields_of, tensors_in
 from tests.models import Spectral
@@ -336,3 +337,12 @@ def job_settings(folder: str) -> None:
 
 def test_settings_that_are_objects_stay_the_optimizers(ranks: Any, tmp_path: Path) -> None:
     ranks.run(job_settings, 2, str(tmp_path / "saved"))
+
+
+def test_estimates_count_what_objects_hold() -> None:
+    """Less for a momentum in 8 bits than for one in a dataclass, and more than for none."""
+    peaks = []
+    for kind in (torch.optim.SGD, EightBit, Made):
+        recipe = replace(recipes.mlp(), optimizer=kind, hyper={"lr": 0.1, "whole": True})
+        peaks.append(fsshard.estimate(recipe, world_size=2, backend="fsdp2").peak)
+    assert peaks[0] < peaks[1] < peaks[2]
