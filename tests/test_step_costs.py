@@ -15,9 +15,9 @@ from torch import nn
 import fsshard
 from tests.models import Spectral
 
-# Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one. Bare torch
-# has about 130 and 21. A unit has a complex weight and a real one. Only ever lowered, or the commit says why; elsewhere a
-# quarter more may be.
+# Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one; bare
+# torch has about 130 and 21. A unit has a complex weight and a real one. Only ever lowered, or the commit says why;
+# elsewhere a quarter more may be.
 CALLS = {
     "2.13, 3.11": {
         "none": (201, 30),
