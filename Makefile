@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-fast test-newest test-all test-first test-second test-rest cpus slow lint smoke torches next-torch wheel release docs gpu bench parity versions rows kills hosts clean
 
 demo: $(READY)
-	$(BIN)/fsshard demo --backends fairscale,fsdp2 --world-size 2 --plot darcy.png
+	$(BIN)/fsshard demo --backends fairscale,fsdp2 --world-size 2 --n-train 400 --epochs 5 --plot darcy.png
 
 # Three sessions side by side, since half of a distributed test is waiting, the last one after the linters; `pytest` alone
 # runs them all in one. Divided by CPU time.

@@ -43,7 +43,7 @@ class NarrowGather(AllGather):
         if self._inner is not None:
             work: Any = self._inner(narrow, own, group, async_op)
         else:
-            work = dist.all_gather_into_tensor(narrow, own, group=group, async_op=async_op)
+            work = dist.all_gather_single(narrow, own, group=group, async_op=async_op)
         if work is None:
             output_tensor.copy_(narrow)
             return None

@@ -36,7 +36,9 @@ def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce
         _gathers=lambda unit: (4,) * gathers,
         _gathered_again=lambda unit: [],
     )
-    unit: Any = SimpleNamespace(name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce)
+    unit: Any = SimpleNamespace(
+        name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce, send=None
+    )
     return unit_cost(backend, unit)
 
 
