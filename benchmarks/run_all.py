@@ -214,6 +214,24 @@ BENCHMARKS: tuple[Benchmark, ...] = (
         minutes=2,
     ),
     Benchmark(
+        name="nodes",
+        title="The order of plans over nodes",
+        command="benchmarks/nodes.py --ranks 2",
+        shows="Plans of one model on two network namespaces with a cable of 50 Mbit/s between them (root): predicted "
+        "time by what is sent over which link, and the clock's.",
+        target="nine of ten pairs that are a tenth apart in the right order",
+        minutes=3,
+    ),
+    Benchmark(
+        name="darcy-seeds",
+        title="Errors with weights sent in half the bytes",
+        command="benchmarks/darcy_seeds.py",
+        shows="Relative L2 errors of the demo's TFNO on Darcy flow from five seeds, in float32 and with "
+        "`Precision(send=...)`.",
+        target="changes within the standard deviation over seeds",
+        minutes=2,
+    ),
+    Benchmark(
         name="eight-models",
         title="Eight models of others",
         command="benchmarks/eight_models.py --limit 1",

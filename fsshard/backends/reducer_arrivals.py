@@ -214,6 +214,7 @@ class Arrivals:
         none = [parameter for parameter in self._names if parameter.grad is None]
         with taking_gradients(missing):  # frozen since the forward
             torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+        self._count_unseen()
         for parameter in none:
             parameter.grad = None
 

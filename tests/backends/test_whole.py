@@ -18,7 +18,7 @@ from fsshard.launching.pool import RankPool
 
 def part(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
     """This rank's half of a parameter."""
-    return SimpleNamespace(stored_shape=torch.Size([elements])), torch.empty(elements // 2, dtype=dtype)
+    return SimpleNamespace(stored_shape=torch.Size([elements]), is_cut=True), torch.empty(elements // 2, dtype=dtype)
 
 
 def test_small_ones_of_one_dtype_travel_together() -> None:

@@ -1,4 +1,7 @@
-"""Precision(send=...): weights that are sent narrower than they compute, judged by replicas that round by hand."""
+"""Precision(send=...): weights that are sent narrower than they compute, judged by replicas that round by hand.
+
+Tests fsshard/comm/narrow_gather.py too.
+"""
 
 from __future__ import annotations
 

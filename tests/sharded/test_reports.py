@@ -219,7 +219,7 @@ def job_costs(backend: str, settings: dict[str, Any]) -> tuple[float, float, int
         optimizer.step()
     seen = [c for c in tracker.collectives if c.kind in KINDS[backend]]
     held = model.memory_report().ranks[0].by_kind["parameters"]
-    really = sum(sent(c.kind, c.nbytes, c.ranks) for c in seen)
+    really = sum(sent(c.kind, c.nbytes, len(c.members)) for c in seen)
     return told, really, sum(cost.held for cost in costs), held, text
 
 

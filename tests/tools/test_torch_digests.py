@@ -131,6 +131,7 @@ def test_who_rests_on_an_area_is_found() -> None:
     assert "fsshard/backends/fsdp2.py" in users_of("fsdp2") and "fsshard/backends/ddp.py" not in users_of("fsdp2")
     assert users_of("fsdp2_collectives") == [
         "fsshard/comm/gloo/collectives.py",
+        "fsshard/comm/narrow_gather.py",
         "fsshard/comm/unit_reduction.py",
     ]
     for area in sorted({entry.area for entry in registry.everything()}):
