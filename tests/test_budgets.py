@@ -31,7 +31,7 @@ BOUNDS: dict[str, float] = {
     "conditional expressions per 100 lines": 1.76,
     "lines": 64_200,
     "lines of tests": 62_000,
-    "nodes of tests": 532_300,
+    "nodes of tests": 532_800,
 }
 """Measure -> at most, as it stands. That is too much: the aims are 335,000 nodes, 8.5 a line and 10 in any file; 54,000
 lines, and 52,000 of tests. The last 3,200 lines and 21,700 nodes are for means over tokens, torch's own checkpoint
