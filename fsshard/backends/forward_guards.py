@@ -58,10 +58,10 @@ class Watched(NamedTuple):
 
 
 _ADVICE = (
-    "a unit's weights are whole within the unit's own forward, and those of no unit are whole in forwards of the "
-    "wrapped model (call model(x), not model.module(x)), as attributes of their modules (not in the forward of "
-    "another unit or around it, in hooks behind it, in a state_dict(), or in a list from before fsshard.wrap). Let "
-    "reader and weight be in one unit (leave it out of auto_wrap_policy; with auto_wrap_policy=None the model is one "
+    "weights are whole in forwards of the wrapped model (call model(x), not model.module(x) or the module that was "
+    "wrapped). A unit's weights are whole in its own forward only, and only as attributes of their modules: not in the "
+    "forward of another unit, in a hook after its own, in a state_dict(), or in a list from before fsshard.wrap. Put "
+    "reader and weight into one unit (leave it out of auto_wrap_policy; with auto_wrap_policy=None the model is one "
     "unit), or use backend='fairscale' or 'ddp'"
 )
 READS_SHARD = f"the forward computes with a weight of which this rank holds a part only, a DTensor: {_ADVICE}"

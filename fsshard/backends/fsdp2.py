@@ -595,8 +595,8 @@ def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
 
 def _stale(entry: Entry) -> str:
     return (
-        f"parameter {entry.name!r} was replaced by its shard when the model was wrapped; "
-        "build the optimizer with fsshard.build_optimizer"
+        f"parameter {entry.name!r} was replaced by its shard when the model was wrapped, and this optimizer is older; "
+        "after fsshard.wrap build the optimizer with fsshard.build_optimizer"
     )
 
 

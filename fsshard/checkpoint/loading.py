@@ -307,7 +307,7 @@ class _Load:
         needed = [key for key in self.missing if not self._stays(key)]
         if wrong or (self.strict and (needed or self.unexpected)):
             which = f" {self.name!r}" if self.name else ""
-            raise StateDictError(f"{self.call}: the model{which}", needed, self.unexpected, wrong)
+            raise StateDictError(f"{self.call}: the checkpoint of the model{which}", needed, self.unexpected, wrong)
         for name, optimizer in self.optimizers.items():
             self._check_optimizer(name, optimizer)
         saved = self.reader.index.objects

@@ -68,7 +68,7 @@ def trace(
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="The record of the reference script.")],
+    old: Annotated[Path, typer.Argument(help="The record of the reference script: a folder of fsshard trace.")],
     new: Annotated[Path, typer.Argument(help="The record of the other script.")],
     repeat: Annotated[
         list[Path] | None,

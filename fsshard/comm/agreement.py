@@ -110,7 +110,7 @@ class Channel:
                 calls[rank] = f"called {call}"
                 all_connected = all_connected and connected
             failures = dict(meeting.missing)
-            must = f"call {what}"
+            must = f"call {name or what}, not under `if rank == 0:`"
             if len(set(calls.values())) > 1:
                 failures |= calls
                 must = "make the same call"

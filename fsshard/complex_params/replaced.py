@@ -73,8 +73,8 @@ def adopt(stored: nn.Parameter, parameter: nn.Parameter, name: str) -> None:
     """Let ``stored`` take the place of ``parameter``, whose use raises until :func:`forget_replacement`."""
     stored.__dict__.update(attributes_of(parameter))
     message = (
-        f"parameter {name!r} was captured before fsshard replaced it; use the module's attribute, or build the "
-        "optimizer with fsshard.build_optimizer"
+        f"parameter {name!r} was captured before fsshard replaced it, in an optimizer or a list from before wrap; "
+        "build the optimizer with fsshard.build_optimizer after it, or use the module's attribute"
     )
 
     def refuse(_: Tensor) -> None:

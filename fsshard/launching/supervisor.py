@@ -80,13 +80,17 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe an exception that a rank has raised."""
+        """Describe an exception that a rank has raised, from the first frame on that is not of launching."""
+        start = error.__traceback__
+        while start and start.tb_frame.f_globals.get("__name__", "").startswith("fsshard.launching."):
+            start = start.tb_next
+        frames = start or error.__traceback__
         return cls(
             rank=rank,
             time=time.time(),
             type_name=type(error).__name__,
             message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback="".join(traceback.format_exception(type(error), error, frames)),
             consequence=is_consequence(error),
             pickled=_pickled(error),
         )

@@ -44,7 +44,9 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
         wrappers: names of the engines' classes of modules.
     """
     if not isinstance(table.root, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(table.root).__name__}")
+        raise ModelError(
+            f"expected a torch.nn.Module, got {type(table.root).__name__}; pass the model, not its class or a list"
+        )
     check_not_wrapped(table.modules, wrappers)
     slots = shaped_slots(table)
     buffers = table.buffers()

@@ -280,7 +280,9 @@ def _imported(spec: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             # The module is there, and something that it imports is not.
             raise
-        raise RecipeError(f"{spec!r}: there is no module {error.name!r} (looked in {folder} too)") from error
+        raise RecipeError(
+            f"{spec!r}: there is no module {error.name!r} (looked in {folder} too); write train:recipe for train.py"
+        ) from error
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):

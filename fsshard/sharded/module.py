@@ -70,8 +70,8 @@ class ShardedModule(nn.Module):
                 refuse_hooks(entry, backend)
             if entry.kind.is_complex or backend.facts.divides == "owners":
                 new_record(entry.parameter).refusal = (
-                    f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}); "
-                    "build the optimizer with fsshard.build_optimizer"
+                    f"parameter {entry.name!r} is managed by fsshard (backend {backend.name!r}), and torch's optimizer "
+                    "cannot step it; build the optimizer with fsshard.build_optimizer(model, torch.optim.AdamW, lr=...)"
                 )
         if backend.facts.divides == "elements" and callable(getattr(self.module, "generate", None)):
             # Of transformers: it reads the root's weights before its forwards.

@@ -526,7 +526,7 @@ def _check_settings(optimizer_class: type[Optimizer], param_groups: object, defa
 def _told(given: object) -> str:
     """Return what was given instead of a class, and what to pass; an optimizer's own text has a dozen lines."""
     if not isinstance(given, Optimizer):
-        return repr(given)
+        return f"{given!r}; pass a class such as torch.optim.AdamW"
     name = type(given).__name__
     return f"an instance of {name}; pass the class and its settings: build_optimizer(model, {name}, lr=...)"
 

@@ -247,7 +247,9 @@ def read_index(
     """
     directory = Path(directory)
     if not os.path.lexists(directory):
-        raise CheckpointError(f"there is no checkpoint at {directory}")
+        raise CheckpointError(
+            f"there is no checkpoint at {directory}; fsshard.latest(folder) returns the newest of a folder, or None"
+        )
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
     path = directory / INDEX_FILE
