@@ -26,6 +26,8 @@ def test_settings_of_an_optimizer(backend: str) -> None:
     model = fsshard.wrap(plain(), backend=backend)
     with refused("settings go by name: build_optimizer(model, AdamW, lr=0.001)", OptimizerError):
         fsshard.build_optimizer(model, AdamW, 1e-3)
+    with refused("pass a class such as torch.optim.AdamW", OptimizerError):
+        fsshard.build_optimizer(model, "AdamW", lr=1e-3)  # type: ignore[arg-type]
     with refused(": expected a number, got a str; write ", OptimizerError):
         fsshard.build_optimizer(model, AdamW, lr="1e-3")
     with refused("pass the model; some of its parameters go third", OptimizerError):

@@ -196,7 +196,7 @@ def place_of(channel: Channel, number: int) -> str:
 @pytest.mark.parametrize("late", [True, False])
 def test_who_does_not_come_is_named_on_all_that_came(ranks: Any, late: bool) -> None:
     zero, one, two = ranks.run(job_absent, 3, late)
-    message = f"all 3 ranks must call {SAVE}, not under `if rank == 0:`; nothing was done"
+    message = f"all 3 ranks must call {SAVE}, " + "not under `if rank == 0:`" + "; nothing was done"
     message += "\n  rank 2: did not come within 0.2 s"
     assert zero[0] == one[0] == ("CheckpointError", message, {2: "did not come within 0.2 s"})
     assert two[0] == (zero[0] if late else None)
