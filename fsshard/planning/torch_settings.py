@@ -6,7 +6,7 @@ docs/torch-arguments.md has the table; what no setting of ours means raises with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,6 +77,9 @@ def _meaning(name: str, value: Any) -> tuple[str | None, Any]:
     if name == "offload_policy":
         return "cpu_offload", _offloads(value)
     if name in IGNORED:
+        # One by itself is taken, too: a tensor would be its rows.
+        if isinstance(value, torch.Tensor) or not isinstance(value, (Iterable, type(None))):
+            value = [value]
         members = list(value or ())
         return ("ignored_states", members) if members else (None, None)
     if name in _ONLY:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
 from fsshard.model.ignored import Ignored
+from fsshard.planning.torch_settings import _meaning
 from tests.models import batch
 from tests.parity.bare import average
 from tests.training_runs import differences
@@ -174,7 +175,11 @@ def job_refused() -> None:
         fsshard.wrap(net(), backend="fsdp2")
     with pytest.raises(ConfigurationError, match="not the model's"):
         fsshard.wrap(net(), backend="ddp", ignored_modules=[nn.Linear(1, 1)])
+    with pytest.raises(ConfigurationError, match="got a int that is not the model's"):
+        fsshard.wrap(net(), backend="ddp", ignored_states=3)  # type: ignore[arg-type]
     model = net()
+    own = ignored_of(model)[0]
+    assert _meaning("ignored_states", own) == ("ignored_states", [own]), "one by itself, not its rows"
     stays = ignored_of(model) if rank else ignored_of(model)[:1] + ignored_of(model)[2:]
     with pytest.raises(RankMismatch):
         fsshard.wrap(model, ignored_states=stays)
