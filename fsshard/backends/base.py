@@ -248,7 +248,7 @@ class Backend(ABC):
         if left and group is not None:
             used = used_anywhere([parameter.grad is not None for parameter in left], group, self.settings.device)
             with torch.no_grad():
-                average(list(itertools.compress(left, used)), group)
+                average(list(itertools.compress(left, used)), group, {})
         self.step.left.difference_update(entry.name for entry in entries)
 
     def reshard(self) -> None:

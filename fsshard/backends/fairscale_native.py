@@ -108,12 +108,19 @@ class EngineReduction(Reduction):
         flags = [i in self._arrived for i in range(len(self.parameters))]
         means: list[nn.Parameter] = []
         used = used_anywhere(flags, self._everyone, self.parameters[0].device)
-        for parameter, owner, is_used in zip(self.parameters, self.owners, used, strict=True):
-            if is_used and owner in (self.group.rank(), EVERYWHERE):
+        for i in itertools.compress(range(len(flags)), used):
+            parameter = self.parameters[i]
+            if self.owners[i] == EVERYWHERE:
                 means.append(parameter)
-                if owner != EVERYWHERE:
-                    self._means.add(parameter)
-        average(means, self._replicas.same_part)
+            elif self.owners[i] == self.group.rank():
+                means.append(parameter)
+                if i not in self._reduced and self._reduce_dtypes.get(parameter) is not None:
+                    # No rank of this group has used it, and what is here is an earlier mean.
+                    mean = self._take_mean(i)
+                    if mean is not None:
+                        self._unrounded[i] = mean
+                self._means.add(parameter)
+        average(means, self._replicas.same_part, self._reduce_dtypes)
 
     def finish(self) -> None:
         """Reduce what waits on any rank, and learn what was reached on any. Collective."""

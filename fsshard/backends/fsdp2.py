@@ -193,7 +193,8 @@ class FSDP2Backend(TorchShardedBackend):
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
         units = {unit.name: unit for unit in settings.plan.units}
-        self._fast = bool(settings.options.get("fast_collectives", True)) and self._on_gloo()
+        self._adds_in_one_order = bool(settings.options.get("fast_collectives", True))
+        self._fast = self._adds_in_one_order and self._on_gloo()
         # On NCCL nothing is merged: the host runs ahead of the device.
         merge = settings.options.get("merge_below", MERGE_BELOW if self._fast else 0)
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
@@ -209,7 +210,7 @@ class FSDP2Backend(TorchShardedBackend):
             _prepare(type(modules[name]))
             # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
             with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
-                fully_shard(modules[name], mp_policy=_mixed(units[name], settings.precision.reduce), **kwargs)
+                fully_shard(modules[name], mp_policy=self._mixed(units[name]), **kwargs)
             modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
@@ -246,6 +247,16 @@ class FSDP2Backend(TorchShardedBackend):
             old, entry.parameter = entry.parameter, store_as_pairs(entry.slots)
             mark_stale(old, _stale(entry))
 
+    def _mixed(self, unit: Unit) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # Left out, reduce_dtype is param_dtype in torch 2.13 and the weights' own dtype in 2.15, silently.
+        reduce = self.settings.precision.reduce or unit.send or unit.compute
+        if reduce is not None and self._adds_in_one_order:
+            reduce = torch.float32  # micro-batches are added in it; our reduction rounds
+        # Inputs are cast by fsshard.model.precision, under every backend alike.
+        return MixedPrecisionPolicy(param_dtype=unit.compute, reduce_dtype=reduce, cast_forward_inputs=False)
+
     def _gather_by(self, gather_class: Callable[[], Any] | None) -> None:
         """Let units be gathered by ``gather_class`` or torch's own collective, in the dtype of each one's ``send``."""
         from fsshard.comm.narrow_gather import NarrowGather
@@ -264,16 +275,18 @@ class FSDP2Backend(TorchShardedBackend):
 
     def _add_in_one_order(self) -> None:
         """Let gradients be reduced in the order of :mod:`fsshard.comm.tree`."""
-        if self.shard_group.size() == 1 or not self.settings.options.get("fast_collectives", True):
+        if not self._adds_in_one_order:
             return
-        if not self._fast and self.settings.world_size == 2:
-            return  # a sum of two has one order
         from fsshard.comm.unit_reduction import Reduce
 
         assert self.mesh is not None
         replicas = self.mesh.get_group(0) if self.mesh.ndim > 1 else None
-        for unit in self._units:
-            unit.set_custom_reduce_scatter(Reduce(replicas))
+        narrow = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
+        has_one_order = not self._fast and self.settings.world_size <= 2
+        for name, unit in self._unit_modules.items():
+            if has_one_order and narrow[name] is None:
+                continue
+            unit.set_custom_reduce_scatter(Reduce(replicas, narrow[name]))
             # Each rank's part is divided before anything is added, as under DDP. FSDP2 by itself divides float16 before
             # and after, by the root of the number of ranks (torch 2.13).
             unit.set_gradient_divide_factor(1.0)
@@ -598,15 +611,6 @@ def _stale(entry: Entry) -> str:
         f"parameter {entry.name!r} was replaced by its shard when the model was wrapped, and this optimizer is older; "
         "after fsshard.wrap build the optimizer with fsshard.build_optimizer"
     )
-
-
-def _mixed(unit: Unit, reduce: torch.dtype | None) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    # Inputs are cast by fsshard.model.precision, under every backend alike. Left out, reduce_dtype is param_dtype in
-    # torch 2.13 and the weights' own dtype in 2.15, silently.
-    reduce = reduce or unit.send or unit.compute
-    return MixedPrecisionPolicy(param_dtype=unit.compute, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def _parts_of(whole: Tensor, ranks: int, dim: int) -> list[Tensor]:

@@ -19,15 +19,18 @@ class Reduce(ReduceScatter):
 
     Args:
         replicas: under hybrid sharding, the ranks that hold the same part as this one.
+        narrow: the dtype in which gradients are sent and added over ranks; None: the policy's ``reduce_dtype``.
     """
 
-    def __init__(self, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, replicas: dist.ProcessGroup | None = None, narrow: torch.dtype | None = None) -> None:
         super().__init__()
         self._replicas = replicas
+        self._narrow = narrow
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer for a unit's gradients."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return a buffer for a unit's gradients: FSDP2 rounds as it copies into it."""
+        # By the policy's own reduce_dtype FSDP2 would add the micro-batches of no_sync in it as well (torch 2.13).
+        return torch.empty(*size, dtype=self._narrow or dtype, device=device)
 
     @torch.no_grad()
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,19 +93,29 @@ def as_dense(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective."""
-    # They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
+def average(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None],
+) -> None:
+    """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective.
+
+    Args:
+        parameters: the same on all ranks.
+        group: the ranks.
+        reduce_dtypes: by parameter the dtype in which its gradient is sent and added up; else its own.
+    """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for same_dtype in by_dtype.values():
+        dtype = reduce_dtypes.get(parameter) or parameter.dtype
+        by_dtype.setdefault(dtype, []).append(parameter)
+    for dtype, same_dtype in by_dtype.items():
         for run in runs(same_dtype):
-            _average_run(run, group)
+            _average_run(run, group, dtype)
 
 
-def _average_run(run: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([_flat_gradient(parameter) for parameter in run])
+def _average_run(run: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    flat = torch.cat([_flat_gradient(parameter).to(dtype) for parameter in run])
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     tree.all_reduce(real.view(-1), group, 1.0 / group.size())
     means = flat.split([parameter.numel() for parameter in run])

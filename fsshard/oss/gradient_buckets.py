@@ -207,10 +207,12 @@ class GradientBucket:
 
     # ------------------------------------------------------------------------------------------ receiving
 
-    def finish(self, take_mean: Callable[[int], Tensor | None]) -> list[int]:
+    def finish(self, take_mean: Callable[[int], Tensor | None], unrounded: dict[int, Tensor]) -> list[int]:
         """Wait, put the mean over the ranks into the gradients that this rank owns, and return whose these are.
 
-        ``take_mean`` takes an earlier mean, to which every rank's part is to be added, out of ``grad``.
+        Args:
+            take_mean: takes an earlier mean, to which every rank's part is to be added, out of ``grad``.
+            unrounded: gets the earlier means that are to be added last, since they would be rounded once more.
         """
         work = self._work
         self._work = None
@@ -234,7 +236,8 @@ class GradientBucket:
         if self._reduce_dtype is None:
             self._add(chosen, local, means)
         else:
-            self._add_in_reduce_dtype(chosen, local, means)
+            self._add_in_reduce_dtype(chosen, local)
+            unrounded.update({own[place]: mean for place, mean in means.items()})
         return [own[place] for place in chosen]
 
     def _to_reduce(self) -> list[int]:
@@ -294,16 +297,8 @@ class GradientBucket:
             views = self._parts[places[0]]
             yield [views[place] for place in chosen]
 
-    def _add_in_reduce_dtype(
-        self,
-        chosen: list[int],
-        local: list[Tensor],
-        means: dict[int, Tensor],
-    ) -> None:
+    def _add_in_reduce_dtype(self, chosen: list[int], local: list[Tensor]) -> None:
         own = self._parts_of_mean(local)
         for views in self._sums(chosen):
             foreach_add_(own, views)
         foreach_copy_(local, own)
-        for place, gradient in zip(chosen, local, strict=True):
-            if place in means:
-                gradient.add_(means[place])

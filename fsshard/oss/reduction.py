@@ -73,6 +73,7 @@ class Reduction:
         self.parameters = list(parameters)
         self.group = group
         self.owners = list(owners)
+        self._reduce_dtypes = reduce_dtypes
         self.silenced: int = 0 if before is None else before.silenced
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._everywhere: list[int] = []
@@ -90,6 +91,8 @@ class Reduction:
         self._means: set[Tensor] = set() if before is None else before._means
         self._has_means = False  # owners may have some that nobody has dropped; the same on all ranks
         self._aside: dict[int, Tensor] = {}  # means, while the backward adds to them
+        self._unrounded: dict[int, Tensor] = {}  # means, while what is added to them is reduced in another dtype
+        self._reduced: set[int] = set()  # gradients whose mean over the group this flush has found
         self._arrived: set[int] = set()  # gradients that have not been reduced
         if before is not None:
             for index, parameter in enumerate(self.parameters):
@@ -112,10 +115,9 @@ class Reduction:
             if before is not None:
                 before.detach()
             # Nothing is sent, and every engine rounds all the same.
-            for parameter in self.parameters:
-                dtype = reduce_dtypes.get(parameter)
-                if dtype is not None and parameter.requires_grad:
-                    self._hooks.append(parameter.register_hook(functools.partial(_rounded, dtype)))
+            for index, parameter in enumerate(self.parameters):
+                if reduce_dtypes.get(parameter) is not None and parameter.requires_grad:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._round, index)))
 
     def _new_buckets(
         self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
@@ -229,6 +231,12 @@ class Reduction:
             if not bucket.waiting:
                 self._launch_complete()
 
+    @torch.no_grad()
+    def _round(self, i: int) -> None:
+        parameter = self.parameters[i]
+        if not self.silenced and parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.to(self._reduce_dtypes[parameter]))
+
     # ------------------------------------------------------------------------------------------ a backward pass
 
     def begins(self) -> None:
@@ -293,7 +301,9 @@ class Reduction:
                 self._arrived.discard(index)
 
     def _finish(self, bucket: GradientBucket) -> None:
-        self._means.update(self.parameters[i] for i in bucket.finish(self._take_mean))
+        reduced = bucket.finish(self._take_mean, self._unrounded)
+        self._reduced.update(reduced)
+        self._means.update(self.parameters[i] for i in reduced)
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -307,6 +317,12 @@ class Reduction:
         if self._everywhere:
             self._average_everywhere()
         self._all_reduced()
+        for i, mean in self._unrounded.items():
+            gradient = self.parameters[i].grad
+            assert gradient is not None
+            gradient.add_(mean)
+        self._unrounded = {}
+        self._reduced = set()
         self._task = None
         self._launched = 0
         self.local = False
@@ -322,7 +338,7 @@ class Reduction:
         flags = [index in self._arrived for index in self._everywhere]
         used = used_anywhere(flags, self.group, self.parameters[0].device)
         indices = itertools.compress(self._everywhere, used)
-        average([self.parameters[index] for index in indices], self.group)
+        average([self.parameters[index] for index in indices], self.group, {})
 
     # Does nothing: for subclasses, called on all ranks alike where owners have the means over the group.
     def _all_reduced(self) -> None: ...
@@ -363,10 +379,6 @@ class Reduction:
         """Take note that gradients are set to zero or dropped, on all ranks."""
         self._has_means = False
         self._means.difference_update(parameters)
-
-
-def _rounded(dtype: torch.dtype, gradient: Tensor) -> Tensor:
-    return gradient.to(dtype).to(gradient.dtype)
 
 
 def _weakly(method: Any, i: int) -> Callable[[Tensor], None]:

@@ -89,6 +89,43 @@ def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool, im
     assert held[0] and held[1] and not held[0] & held[1] and held[0] | held[1] == set(weights)
 
 
+def job_reduced_in_bfloat16() -> dict[str, Tensor]:
+    precision = fsshard.Precision(reduce=torch.bfloat16)
+    options = {"mixed_precision": precision, "device_mesh": mesh(), "find_unused_parameters": True}
+    model: Any = fsshard.wrap(two_heads(), backend="fairscale", **options)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    for step, micro in enumerate(STEPS[1:3]):
+        for part, heads in enumerate(micro):
+            model(inputs(step, part, dist.get_rank()), heads[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def test_an_earlier_mean_is_not_rounded_again(ranks: Any) -> None:
+    model: TwoHeads = two_heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, micro in enumerate(STEPS[1:3]):
+        for part, heads in enumerate(micro):
+            means: dict[nn.Parameter, list[Tensor]] = {weight: [] for weight in model.parameters()}
+            for rank, head in enumerate(heads):
+                loss = model(inputs(step, part, rank), head).square().mean()
+                gradients = torch.autograd.grad(loss, list(means), allow_unused=True, materialize_grads=True)
+                for weight, gradient in zip(means, gradients, strict=True):
+                    numbers = torch.view_as_real(gradient) if weight.is_complex() else gradient
+                    means[weight].append(numbers.bfloat16() / 4)
+            for weight, (first, second, third, fourth) in means.items():
+                mean = ((first + second) + (third + fourth)).float()
+                if weight.is_complex():
+                    mean = torch.view_as_complex(mean)
+                weight.grad = mean if weight.grad is None else weight.grad + mean
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = ranks.run(job_reduced_in_bfloat16, 4)[0]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weights[name], weight), name
+
+
 def job_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh)

@@ -5,11 +5,13 @@ Tests fsshard/comm/narrow_gather.py too.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import fsshard
@@ -68,20 +70,30 @@ def added(parts: list[Tensor]) -> Tensor:
     return parts[0]
 
 
-def by_hand(ranks: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
-    """Train bare replicas, in one process: rank 0's losses, and the weights at the end."""
+def by_hand(
+    ranks: int, dtype: torch.dtype, micro_batches: int = 1, send: bool = True
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train bare replicas, in one process: rank 0's losses, and the weights at the end.
+
+    Each replica's micro-batches are added in float32, and the sum is rounded once; with ``send`` weights are, too.
+    """
     model = operator()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for number in range(STEPS):
         gradients: dict[str, list[Tensor]] = {}
         for rank in range(ranks):
-            near = {name: rounded(weight.detach(), dtype).requires_grad_() for name, weight in model.named_parameters()}
-            loss = functional_call(model, near, batch(rank, number)).square().mean()
-            if not rank:
-                losses.append(loss.item())
-            for name, gradient in zip(near, torch.autograd.grad(loss, list(near.values())), strict=True):
-                gradients.setdefault(name, []).append(as_real(gradient).to(dtype) / ranks)
+            near = {}
+            for name, weight in model.named_parameters():
+                near[name] = (rounded(weight.detach(), dtype) if send else weight.detach().clone()).requires_grad_()
+            for micro_batch in range(micro_batches):
+                loss = functional_call(model, near, batch(rank, number + 100 * micro_batch)).square().mean()
+                if not rank:
+                    losses.append(loss.item())
+                loss.backward()
+            for name, weight in near.items():
+                assert weight.grad is not None
+                gradients.setdefault(name, []).append(as_real(weight.grad).to(dtype) / ranks)
         for name, weight in model.named_parameters():
             mean = added(gradients[name]).to(torch.float32)
             weight.grad = torch.view_as_complex(mean) if weight.is_complex() else mean
@@ -89,16 +101,24 @@ def by_hand(ranks: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tens
     return losses, dict(model.state_dict())
 
 
-def job_trained(backend: str, send: torch.dtype, extra: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], float]:
+def job_trained(
+    backend: str, precision: dict[str, torch.dtype], extra: dict[str, Any], micro_batches: int = 1
+) -> tuple[list[float], dict[str, Tensor], float]:
     """Train under an engine; return losses, weights, and a loss of whole parameters."""
-    model = fsshard.wrap(operator(), backend=backend, mixed_precision=fsshard.Precision(send=send), **extra)
+    if "mesh" in extra:
+        mesh = init_device_mesh("cpu", extra["mesh"], mesh_dim_names=("replicate", "shard"))
+        extra = {"device_mesh": mesh}
+    model = fsshard.wrap(operator(), backend=backend, mixed_precision=fsshard.Precision(**precision), **extra)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     rank = torch.distributed.get_rank()
     losses = []
     for number in range(STEPS):
-        loss = model(batch(rank, number)).square().mean()
-        losses.append(loss.item())
-        loss.backward()
+        for micro_batch in range(micro_batches):
+            is_last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = model(batch(rank, number + 100 * micro_batch)).square().mean()
+                losses.append(loss.item())
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -112,12 +132,27 @@ def job_trained(backend: str, send: torch.dtype, extra: dict[str, Any]) -> tuple
 @pytest.mark.parametrize(("ranks_", "dtype"), [(1, "bf16"), (2, "fp16"), (4, "bf16")])
 def test_as_replicas_that_round_by_hand(ranks: RankPool, backend: str, ranks_: int, dtype: str) -> None:
     losses, weights = by_hand(ranks_, DTYPES[dtype])
-    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, DTYPES[dtype], {})
+    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {"send": DTYPES[dtype]}, {})
     assert first == losses
     for name, weight in weights.items():
         assert torch.equal(state[name], weight), name
     kept = as_real(state["blocks.0.weight"])
     assert not torch.equal(kept, kept.to(DTYPES[dtype]).float()), "the optimizer's weights are not rounded"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("field", ["send", "reduce"])
+@pytest.mark.parametrize(("ranks_", "extra"), [(1, {}), (2, {}), (4, {"mesh": (2, 2)})])
+def test_micro_batches_are_added_in_float32(
+    ranks: RankPool, backend: str, ranks_: int, extra: dict[str, Any], field: str
+) -> None:
+    if backend == "ddp":
+        extra = {}  # it takes no mesh of replicas
+    losses, weights = by_hand(ranks_, torch.bfloat16, 3, send=field == "send")
+    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {field: torch.bfloat16}, extra, 3)
+    assert first == losses
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight), name
 
 
 @pytest.mark.parametrize(
@@ -126,7 +161,7 @@ def test_as_replicas_that_round_by_hand(ranks: RankPool, backend: str, ranks_: i
     ids=["recomputed", "many units"],
 )
 def test_engines_agree_on_other_plans(ranks: RankPool, extra: dict[str, Any]) -> None:
-    results = [ranks.run(job_trained, 2, backend, torch.bfloat16, extra)[0] for backend in BACKENDS]
+    results = [ranks.run(job_trained, 2, backend, {"send": torch.bfloat16}, extra)[0] for backend in BACKENDS]
     for losses, state, after in results[1:]:
         assert (losses, after) == (results[0][0], results[0][2])
         assert all(torch.equal(state[name], weight) for name, weight in results[0][1].items())
