@@ -322,10 +322,11 @@ class FSDP2Backend(TorchShardedBackend):
         """Install the guards: a unit's forward begins with the engine's parameters, and may not write them."""
         names_of = {id(part): name for name, part in self._torchs.items()}
         modules: list[tuple[nn.Module, list[Place]]] = []
-        for unit in self._units:
+        dtypes = {unit.name: unit.send for unit in self.settings.plan.units}
+        for unit_name, unit in self._unit_modules.items():
             parts = [part for group in param_groups(unit) for part in group.fsdp_params]
             names = [names_of[id(part)] for part in parts]
-            unit.register_forward_pre_hook(_before_gather(parts, names), prepend=True)
+            unit.register_forward_pre_hook(_before_gather(parts, names, dtypes[unit_name]), prepend=True)
             places = [(stored_in(place_of(part).module), place_of(part).param_name) for part in parts]
             modules.append((unit, [(*place, name) for place, name in zip(places, names, strict=True)]))
         self._looks = LooksAtForwards()
@@ -563,13 +564,22 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     )
 
 
-def _before_gather(parts: list[Any], names: list[str]) -> Any:
+def _before_gather(parts: list[Any], names: list[str], send: torch.dtype | None) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
     places = [stored_in(place_of(part).module) for part in parts], [place_of(part).param_name for part in parts]
 
+    def others() -> Iterator[list[Any]]:
+        for part, tensors, key in zip(parts, *places, strict=True):
+            # Between its forwards a module may hold another tensor of FSDP2's: the whole, or a shard among fewer ranks.
+            known = list(vars(part).values())
+            shard = part.sharded_param.to_local()
+            # On one rank a method such as generate() shows rounded copies to the forward that it calls.
+            if send is not None and torch.equal(tensors[key], shard.to(send).to(shard.dtype)):
+                known.append(tensors[key])
+            yield known
+
     def check(*_: Any) -> None:
-        # Between its forwards a module may hold another tensor of FSDP2's: the whole, or a shard among fewer ranks.
-        check_places(places, names, [part.sharded_param for part in parts], lambda: (vars(p).values() for p in parts))
+        check_places(places, names, [part.sharded_param for part in parts], others)
 
     return check
 

@@ -8,7 +8,6 @@ checkpoint (torch 2.13; FairScale issue #354).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import threading

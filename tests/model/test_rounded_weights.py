@@ -140,14 +140,18 @@ def test_as_replicas_that_round_by_hand(ranks: RankPool, backend: str, ranks_: i
     assert not torch.equal(kept, kept.to(DTYPES[dtype]).float()), "the optimizer's weights are not rounded"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("ranks_", "backend", "extra"),
+    [
+        *[(1, backend, {}) for backend in (*BACKENDS, "none")],
+        *[(2, backend, {}) for backend in BACKENDS],
+        *[(4, backend, {"mesh": (2, 2)}) for backend in ("fsdp2", "fairscale")],
+    ],
+)
 @pytest.mark.parametrize("field", ["send", "reduce"])
-@pytest.mark.parametrize(("ranks_", "extra"), [(1, {}), (2, {}), (4, {"mesh": (2, 2)})])
 def test_micro_batches_are_added_in_float32(
     ranks: RankPool, backend: str, ranks_: int, extra: dict[str, Any], field: str
 ) -> None:
-    if backend == "ddp":
-        extra = {}  # it takes no mesh of replicas
     losses, weights = by_hand(ranks_, torch.bfloat16, 3, send=field == "send")
     (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {field: torch.bfloat16}, extra, 3)
     assert first == losses
