@@ -53,13 +53,19 @@ test-newest:
 test-all: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[ray]'
 	$(MAKE) --no-print-directory test SET=--long
-	$(MAKE) --no-print-directory kills hosts s3 cpus machines torches
+	$(MAKE) --no-print-directory kills hosts s3 eight-bit cpus machines torches
 
 # Checkpoints on a server that speaks S3, with libraries of its own: they want other versions than the tests' environment has.
 .PHONY: s3
 s3: $(READY)
 	$(BIN)/python -m pip install --quiet --target .stores s3fs moto flask flask-cors
 	PYTHONPATH=.stores $(BIN)/python -m pytest tests/checkpoint/format/test_s3.py
+
+# AdamW8bit of torchao and of bitsandbytes, on the CPU. Not in the tests' environment: other libraries import them if they are there.
+.PHONY: eight-bit
+eight-bit: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target .eight-bit torchao==0.18.0 bitsandbytes==0.50.2
+	PYTHONPATH=.eight-bit $(BIN)/python -m pytest tests/sharded/test_eight_bit.py
 
 # The same tests with the kernels that libraries choose on lesser CPUs, which add in other orders: no test may know the last
 # bits of one CPU. Half an hour on two cores. (Intel's and AMD's take different ones of MKL's.)
