@@ -79,10 +79,16 @@ class EngineReduction(Reduction):
         self.seen: set[int] = set() if before is None else before.seen
         # Those that a backward of this rank has reached since all ranks have told each other.
         self._reached: set[int] = set() if before is None else before._reached
+        # A backward has begun since the last finish, on all ranks alike.
+        self._is_unfinished = True
         self._replicas = replicas
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         super().__init__(trainable, owners_of(trainable, optimizers), group, 0, reduce_dtypes, before)
         self._everyone: dist.ProcessGroup = self.group if replicas is None else replicas.everyone
+
+    def begins(self) -> None:
+        self._is_unfinished = True
+        super().begins()
 
     def _came(self, i: int) -> None:
         if self._task is None:  # a loss of derivatives alone, which does not come through the model's output
@@ -128,15 +134,17 @@ class EngineReduction(Reduction):
             self.seen.update([id(parameter) for parameter in self.parameters if parameter.grad is not None])
             return
         # Two questions in one message. Nobody has to know before what others have used: owners are given zeros for it.
-        while self.parameters:
+        # At a step after clipping both have been answered.
+        while self._is_unfinished and self.parameters:
             ids = list(map(id, self.parameters))
             flags = [bool(self.waiting), *(key in self._reached for key in ids)]
             waits, *reached = used_anywhere(flags, self._everyone, self.parameters[0].device)
             self.seen.update(itertools.compress(ids, reached))
             self._reached.clear()
-            if not waits:
-                return
-            self._flush()
+            if waits:
+                self._flush()
+            else:
+                self._is_unfinished = False
 
     def check_ended(self) -> None:
         if self._task is not None and not self._launched and current_graph_task_id() == -1:
