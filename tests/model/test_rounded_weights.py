@@ -128,35 +128,27 @@ def job_trained(
     return losses, model.state_dict(), after
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("ranks_", "dtype"), [(1, "bf16"), (2, "fp16"), (4, "bf16")])
-def test_as_replicas_that_round_by_hand(ranks: RankPool, backend: str, ranks_: int, dtype: str) -> None:
-    losses, weights = by_hand(ranks_, DTYPES[dtype])
-    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {"send": DTYPES[dtype]}, {})
+ON_MESH = {"mesh": (2, 2)}
+CASES = [
+    *[(ranks, backend, "send", dtype, 1, {}) for ranks, dtype in ((2, "fp16"), (4, "bf16")) for backend in BACKENDS],
+    *[(1, backend, field, "bf16", 3, {}) for field in ("send", "reduce") for backend in (*BACKENDS, "none")],
+    *[(2, backend, field, "bf16", 3, {}) for field in ("send", "reduce") for backend in BACKENDS],
+    *[(4, backend, field, "bf16", 3, ON_MESH) for field in ("send", "reduce") for backend in ("fsdp2", "fairscale")],
+]
+
+
+@pytest.mark.parametrize(("ranks_", "backend", "field", "dtype", "micro_batches", "extra"), CASES)
+def test_as_replicas_that_round_by_hand(
+    ranks: RankPool, ranks_: int, backend: str, field: str, dtype: str, micro_batches: int, extra: dict[str, Any]
+) -> None:
+    narrow = DTYPES[dtype]
+    losses, weights = by_hand(ranks_, narrow, micro_batches, send=field == "send")
+    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {field: narrow}, extra, micro_batches)
     assert first == losses
     for name, weight in weights.items():
         assert torch.equal(state[name], weight), name
     kept = as_real(state["blocks.0.weight"])
-    assert not torch.equal(kept, kept.to(DTYPES[dtype]).float()), "the optimizer's weights are not rounded"
-
-
-@pytest.mark.parametrize(
-    ("ranks_", "backend", "extra"),
-    [
-        *[(1, backend, {}) for backend in (*BACKENDS, "none")],
-        *[(2, backend, {}) for backend in BACKENDS],
-        *[(4, backend, {"mesh": (2, 2)}) for backend in ("fsdp2", "fairscale")],
-    ],
-)
-@pytest.mark.parametrize("field", ["send", "reduce"])
-def test_micro_batches_are_added_in_float32(
-    ranks: RankPool, backend: str, ranks_: int, extra: dict[str, Any], field: str
-) -> None:
-    losses, weights = by_hand(ranks_, torch.bfloat16, 3, send=field == "send")
-    (first, state, _), *_ = ranks.run(job_trained, ranks_, backend, {field: torch.bfloat16}, extra, 3)
-    assert first == losses
-    for name, weight in weights.items():
-        assert torch.equal(state[name], weight), name
+    assert not torch.equal(kept, kept.to(narrow).float()), "the optimizer's weights are not rounded"
 
 
 @pytest.mark.parametrize(
