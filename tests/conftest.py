@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from fsshard.launching.pool import RankPool
@@ -27,6 +28,10 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # started from there inherits it; tests are about interrupts too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, and no folder of those that failed.
+settings.register_profile("fsshard", derandomize=True, database=None, deadline=None)
+settings.load_profile("fsshard")
 
 pytest_plugins = ["pytester", "tests.sets"]
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,17 +43,19 @@ def test_the_order_is_the_written_one(size: int) -> None:
     assert tree.add_up(terms).text == BY_HAND[size]
 
 
-@pytest.mark.parametrize("size", BY_HAND)
-def test_each_rank_reaches_the_whole_by_its_siblings(size: int) -> None:
-    """A sum of two has one order, so that only the sets count."""
-    for rank in range(size):
-        block = {rank}
-        for sibling in tree.siblings(rank, size):
-            assert not block & set(sibling)
-            block |= set(sibling)
-            text = "".join(str(member) for member in sorted(block))
-            assert text in BY_HAND[size].translate(str.maketrans("", "", "()+")), "neighbours"
-        assert block == set(range(size))
+@given(st.integers(1, 300), st.data())
+def test_each_rank_reaches_the_whole_by_its_siblings(size: int, data: st.DataObject) -> None:
+    """Each time by the other half of the aligned block that it has: a sum of two has one order."""
+    rank = data.draw(st.integers(0, size - 1))
+    block = {rank}
+    width = 1
+    for sibling in tree.siblings(rank, size):
+        while len(block) == len(set(range(size)) & set(range(rank // width * width, rank // width * width + width))):
+            width *= 2
+        block |= set(sibling)
+        start = rank // width * width
+        assert sorted(block) == list(range(start, min(start + width, size)))
+    assert block == set(range(size))
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsshard.checkpoint.format.division import Division, Layout, Piece, Range, Spread, cover, pieces_in, rank_file
 from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, TensorInfo, sealed
@@ -14,19 +15,19 @@ from fsshard.checkpoint.parts import divide
 from fsshard.errors import CorruptCheckpoint
 
 
-def made_up(chance: random.Random) -> list[Division]:
-    """Some tensors that the same ranks hold and write together."""
-    shards, inner, outer = chance.choice([1, 2, 3, 8]), chance.choice([1, 2]), chance.choice([1, 3])
-    ranks = shards * inner * outer
-    sizes = [chance.choice([0, 1, 2, 7, 40, 1000]) for _ in range(chance.randint(1, 6))]
-    itemsizes = [chance.choice([1, 2, 4, 8, 16]) for _ in sizes]
-    total = sum(map(int.__mul__, sizes, itemsizes))
+@st.composite
+def divisions_together(draw: st.DrawFn) -> list[Division]:
+    """Draw some tensors that the same ranks hold and write together."""
+    shards = draw(st.integers(1, 8))
+    inner = draw(st.integers(1, 2))
+    ranks = shards * inner * draw(st.integers(1, 3))
+    sizes = draw(st.lists(st.tuples(st.integers(0, 100), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=6))
+    total = sum(numel * itemsize for numel, itemsize in sizes)
     divisions = []
     before = 0
-    for number, (numel, itemsize) in enumerate(zip(sizes, itemsizes, strict=True)):
-        stride = chance.randint(max(-(-numel // shards), 1), max(numel, 1) + 3)
-        offset = chance.randint(0, shards * stride - numel)
-        layout = Layout(shards, inner, stride, offset)
+    for number, (numel, itemsize) in enumerate(sizes):
+        stride = draw(st.integers(max(-(-numel // shards), 1), max(numel, 1) + 3))
+        layout = Layout(shards, inner, stride, draw(st.integers(0, shards * stride - numel)))
         divisions.append(Division(f"w{number}", numel, itemsize, ranks, layout, Spread(before, total)))
         before += numel * itemsize
     return divisions
@@ -55,9 +56,9 @@ def written_by_hand(division: Division) -> list[Range]:
     return ranges
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_each_element_is_written_once_by_a_rank_that_holds_it(seed: int) -> None:
-    for division in made_up(random.Random(seed)):
+@given(divisions_together())
+def test_each_element_is_written_once_by_a_rank_that_holds_it(divisions: list[Division]) -> None:
+    for division in divisions:
         assert division.is_sound()
         by_hand = written_by_hand(division)
         for rank, expected in enumerate(by_hand):
@@ -67,15 +68,14 @@ def test_each_element_is_written_once_by_a_rank_that_holds_it(seed: int) -> None
         assert elements == list(range(division.numel))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_rule_reads_like_the_table_of_its_pieces(seed: int) -> None:
-    chance = random.Random(seed)
-    for division in made_up(chance):
+@given(divisions_together(), st.floats(0, 1), st.floats(0, 1))
+def test_a_rule_reads_like_the_table_of_its_pieces(divisions: list[Division], one: float, other: float) -> None:
+    for division in divisions:
         table = tuple(division.all())
         for rank in range(division.ranks):
             file = rank_file(rank, division.ranks)
             assert pieces_in(division, file) == pieces_in(table, file)
-        low, high = sorted(chance.randint(0, division.numel) for _ in range(2))
+        low, high = sorted((round(one * division.numel), round(other * division.numel)))
         assert list(cover(division, (low, high))) == list(cover(table, (low, high)))
         info = TensorInfo("float32", (division.numel,), division._replace(itemsize=4))
         assert TensorInfo.of(division.name, json.loads(json.dumps(info.described()))) == info
