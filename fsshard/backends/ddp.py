@@ -80,8 +80,10 @@ class DDPBackend(Backend):
         if self._simulated:
             # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp, torch 2.13).
             return BucketSums(group, reduce_dtypes), reduce_fake
-        owners = (slot.owner for entry in self.all for slot in entry.slots if entry.parameter.requires_grad)
-        has_sparse = any(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse for owner in owners)
+        trained = [entry for entry in self.all if entry.parameter.requires_grad]
+        owners = {slot.owner for entry in trained for slot in entry.slots}
+        embeddings = [owner for owner in owners if isinstance(owner, (nn.Embedding, nn.EmbeddingBag))]
+        has_sparse = any([embedding.sparse for embedding in embeddings])
         # DDP itself adds up in an order that depends on where a number lies in its bucket; of two ranks there is one.
         if group.size() > 2 or has_sparse or any(reduce_dtypes.values()):
             return BucketSums(group, reduce_dtypes), reduce_bucket

@@ -199,6 +199,7 @@ def plan_table(
 ) -> Plan:
     """Plan as :func:`plan` does, for a caller that has walked the model already."""
     names = {id(module): name for name, module in table.modules.items()}
+    parameters = [slot.parameter for slot in slots]
     complex_names = [slot.name for slot in slots if slot.is_complex]
     owners = _complex_owners(table, complex_names)
     precision = resolve_precision(mixed_precision)
@@ -208,13 +209,13 @@ def plan_table(
         for module, reason in _fp32_units(table, owners).items():
             picked.setdefault(module, reason)
     # Engines cannot hold one parameter in two units.
-    ties = _ties(slots)
+    ties = _ties(slots, parameters)
     leaks = _leaking(table.places, ties)
     # Units among these would be read while they are sharded.
     never = never_called(table.modules.values())
     handed = _handed_to_autograd(table, names) if units == "auto" else {}
     kept, dropped = _keep(picked, names, leaks, never, handed, mixed=mixed)
-    dtypes = {real_dtype(slot.parameter.dtype) for slot in slots}
+    dtypes = {real_dtype(dtype) for dtype in {parameter.dtype for parameter in parameters}}
     if len(dtypes) > 1:
         # Flat engines hold one dtype per unit.
         kept = _split_dtypes(table.root, kept, leaks)
@@ -376,10 +377,10 @@ def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> Reasons:
     return units
 
 
-def _ties(slots: list[ParameterSlot]) -> tuple[tuple[str, ...], ...]:
+def _ties(slots: list[ParameterSlot], parameters: list[nn.Parameter]) -> tuple[tuple[str, ...], ...]:
     groups: dict[int, list[str]] = {}
-    for slot in slots:
-        groups.setdefault(id(slot.parameter), []).append(slot.name)
+    for slot, parameter in zip(slots, parameters, strict=True):
+        groups.setdefault(id(parameter), []).append(slot.name)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
@@ -539,7 +540,7 @@ def _units(
     kept: Reasons,
     names: Mapping[int, str],
     infos: Mapping[str, ParameterInfo],
-    wide: Collection[str],
+    wide: set[str],
     precision: Precision,
 ) -> tuple[Unit, ...]:
     """Return the root and the units that were kept; parameters in ``wide`` keep their unit in float32."""
@@ -554,7 +555,8 @@ def _units(
     units = []
     for name, parameters in own.items():
         module = modules.get(name)
-        fp32 = any(info.name in wide for info in parameters)
+        own_names = [info.name for info in parameters]
+        fp32 = not wide.isdisjoint(own_names)
         if mixed and isinstance(module, BatchNorm):
             fp32 = True
         compute = None
@@ -567,8 +569,8 @@ def _units(
         unit = Unit(
             name=name,
             reason="the root: everything else" if module is None else kept[module],
-            parameters=tuple(info.name for info in parameters),
-            nbytes=sum(info.nbytes for info in parameters),
+            parameters=tuple(own_names),
+            nbytes=sum([info.nbytes for info in parameters]),
             dtypes=tuple(sorted({info.dtype for info in parameters}, key=str)),
             fp32=fp32,
             compute=compute,
