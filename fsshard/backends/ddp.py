@@ -83,7 +83,7 @@ class DDPBackend(Backend):
         trained = [entry for entry in self.all if entry.parameter.requires_grad]
         owners = {slot.owner for entry in trained for slot in entry.slots}
         embeddings = [owner for owner in owners if isinstance(owner, (nn.Embedding, nn.EmbeddingBag))]
-        has_sparse = any([embedding.sparse for embedding in embeddings])
+        has_sparse = any(embedding.sparse for embedding in embeddings)
         # DDP itself adds up in an order that depends on where a number lies in its bucket; of two ranks there is one.
         if group.size() > 2 or has_sparse or any(reduce_dtypes.values()):
             return BucketSums(group, reduce_dtypes), reduce_bucket

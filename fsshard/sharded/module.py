@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
         self.__dict__["backend"] = backend
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
         self.__dict__["_fsshard"] = controller  # from here on a write of a name is a write to the user's model
-        if any([counts_all_ranks(backend, entry) for entry in backend.all]):
+        if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(controller)
         for entry in backend.all:
             if backend.facts.divides == "elements":
