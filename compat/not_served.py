@@ -206,7 +206,7 @@ def steps(names: Iterable[str]) -> list[tuple[list[str], Instead]]:
         ``(short names of FairScale's, what there is)``, of what has lines. One ``fsshard.wrap`` takes the place of all
         that wraps and shards.
     """
-    found: dict[str, Instead] = {}
+    found = {}
     for name in names:
         module, _, short = name.rpartition(".")
         if short not in BY_NAME and short in SERVED.get(module, "").split(", ") and module != "fairscale":

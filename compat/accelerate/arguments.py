@@ -176,7 +176,7 @@ def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool
     """
     handler = accelerator.ddp_handler
     device = accelerator.device
-    keywords: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    keywords = {} if handler is None else handler.to_kwargs()
     if placed:
         keywords["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"
     return keywords | dict(settings)

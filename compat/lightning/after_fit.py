@@ -54,7 +54,7 @@ class WrappedLightningModule(WrappedModel):
         states = [_saved(optimizer) for optimizer in self.optimizers]
         self.come_back()
         parameters = {slot.name: slot.parameter for slot in parameter_slots(self.wrapped.module)}
-        replaced: list[tuple[Any, Any]] = []
+        replaced = []
         for old, saved in zip(self.optimizers, states, strict=True):
             new = EndedOptimizer(old, parameters, saved)
             replaced.append((old, new))
@@ -65,7 +65,7 @@ class WrappedLightningModule(WrappedModel):
 def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
     keeps = optimizer.model.backend.settings.is_first
-    saved: dict[str, Any] = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
+    saved = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
     try:
         saved["state"] = whole_states(optimizer, keep=keeps)
     except OptimizerError as error:  # on every rank; who saves nothing need not know

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
@@ -165,7 +164,7 @@ class _ByName:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        self.state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
+        self.state_dict = optimizer.state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load it. Collective."""

@@ -226,7 +226,7 @@ class Strategy(DDPStrategy):
                 "module with validate(), test() or predict()"
             )
         configs = self.lr_scheduler_configs
-        schedulers: list[Any] = [config.scheduler for config in configs]
+        schedulers = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         bare = ModelBeforeWrap(module)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
@@ -419,7 +419,7 @@ class Strategy(DDPStrategy):
 
 def register() -> None:
     """Put ``"fsshard_fsdp2"`` and the like into Lightning's and Fabric's registries, and the names of Lightning 1.x."""
-    registries: list[tuple[Any, Any]] = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
+    registries = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
     for registry, kind in registries:
         for engine in ENGINES:
             registry.register(

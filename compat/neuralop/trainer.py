@@ -288,7 +288,7 @@ class Trainer(neuralop.Trainer):
 
         With ``save_best`` nothing is written unless the metric is the best so far, over resumes too.
         """
-        manifest: dict[str, Any] = {"epoch": self.epoch}
+        manifest = {"epoch": self.epoch}
         if self.save_best is not None and self._eval_metrics:
             value = float(self._eval_metrics[self.save_best])
             if not value < self._best:  # the parent forgets at a resume, and overwrites the best model with a worse one

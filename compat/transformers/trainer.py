@@ -147,7 +147,7 @@ class Trainer(transformers.Trainer):
         bare = ModelBeforeWrap(model)
         # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
         self.accelerator.prepare_model(model, evaluation_mode=True)
-        handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
+        handed = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
         wrapped: Any = library.wrap(model, *handed, **wrap_settings(self.accelerator, self._settings, placed=True))
         name_calls(wrapped[0], SAVE, LOAD)
         self.model_wrapped, self.optimizer = wrapped[:2]

@@ -28,7 +28,7 @@ from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
-from fsshard.complex_params.slots import ModuleTable, ParameterSlot
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.oss.collectives import average, used_anywhere
@@ -88,7 +88,7 @@ class Backend(ABC):
             for name in (*settings.plan.unit_names, ""):
                 self._make_real(units[name])
         self.all = list(self.entries.values())
-        self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
+        self.groups = {unit.name: unit.parameters for unit in settings.plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self.step = StepState(self.name, self.facts.transitions)
         self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
@@ -106,7 +106,7 @@ class Backend(ABC):
 
         Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
         """
-        names: dict[int, str] = {}
+        names = {}
         for entry in self.entries.values():
             for slot in entry.slots:
                 names[id(slot.parameter)] = entry.name
@@ -309,8 +309,8 @@ class Backend(ABC):
     @contextlib.contextmanager
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the user's modules hold ``whole`` in place of their shards."""
-        before: list[tuple[ParameterSlot, Any]] = []
-        replacements: dict[str, nn.Parameter] = {}
+        before = []
+        replacements = {}
         kind = nn.Parameter if self.settings.precision.send is None else UngatheredParameter
         for name, value in whole.items():
             shard = self.entries[name].parameter

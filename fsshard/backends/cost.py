@@ -124,7 +124,7 @@ def _numbers(entries: list[Entry]) -> tuple[int, int]:
     A flat parameter is reduced whole, what is frozen in it too.
     """
     real = sum(entry.stored_shape.numel() for entry in entries)
-    strides: dict[str, int] = {}
+    strides = {}
     for entry in entries:
         if entry.cut is not None:
             strides[entry.cut.buffer or entry.name] = entry.cut.stride

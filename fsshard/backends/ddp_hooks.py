@@ -160,7 +160,7 @@ def _mean_of_sparse(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     all_values = [torch.empty_like(sent_values) for _ in counts]
     dist.all_gather(all_indices, sent_indices, group=group)
     dist.all_gather(all_values, sent_values, group=group)
-    parts: list[Tensor] = []
+    parts = []
     for rank, count in enumerate(counts):
         places = all_indices[rank][:count].T
         rows = all_values[rank][:count]

@@ -704,10 +704,10 @@ def _unit_class() -> type[nn.Module]:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         class FSDPUnit(FullyShardedDataParallel):
-            _looks: LooksAtForwards | None = None  # of the root, as the next three
+            _looks = None  # of the root, as the next three
             _written: _WrittenGuard
-            _reads: ReadsGuard | None = None
-            _passes: _DerivativePasses | None = None
+            _reads = None
+            _passes = None
             # Who goes through the model by name finds what a unit wraps, under the user's name, and not
             # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
             # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().

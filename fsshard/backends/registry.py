@@ -75,7 +75,7 @@ def _hand_on() -> None:
     """Tell processes that this one starts, or gives work to, which backends of others are registered here."""
     # A spawned process imports the main script by itself, under another name.
     by_themselves = ("__main__:", "__mp_main__:")
-    paths: list[tuple[str, str]] = []
+    paths = []
     for name, path in _paths.items():
         is_local = "<" in path
         if name not in _OURS and not is_local and not path.startswith(by_themselves):
@@ -151,8 +151,8 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
     strategy = settings.sharding_strategy
     if strategy in (None, *cls.facts.strategies):
         return
-    names: list[str] = []
-    strategies: list[str] = []
+    names = []
+    strategies = []
     for backend in loaded_backends():
         strategies.append(f"{backend.name} {', '.join(backend.facts.strategies)}")
         if strategy in backend.facts.strategies and not backend.facts.one_process:
@@ -194,7 +194,7 @@ def _imported(path: str, asked: str) -> type[Backend]:
 @cache
 def _entry_points() -> dict[str, str]:
     """Return name -> "module:Class" of those that installed packages bring."""
-    paths: dict[str, str] = {}
+    paths = {}
     for point in metadata.entry_points(group=GROUP):
         if point.name not in paths and point.name not in _OURS:
             paths[point.name] = point.value

@@ -89,7 +89,7 @@ def _number(rate: Any) -> float:
 
 
 def _told(taken: list[tuple[int, list[float]]]) -> str:
-    texts: list[str] = []
+    texts = []
     for number, (count, rates) in enumerate(taken):
         texts.append(f"{count} steps of optimizer {number} at lr {rates}")
     return ", ".join(texts)

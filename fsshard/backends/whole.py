@@ -191,7 +191,7 @@ def _receive(
     for entry, local in batch:
         size = entry.stored_shape.numel()
         tensors.append(torch.empty(size, dtype=local.dtype, device=device))
-    messages: list[tuple[Tensor, list[Tensor]]] = []  # each with the places of its parts
+    messages = []  # each with the places of its parts
     operations = []
     for rank, peer in enumerate(dist.get_process_group_ranks(group)):
         places = _places(batch, tensors, rank)
@@ -409,9 +409,9 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     divides = state_divides(backend, optimizer)
     device = backend.settings.device
     tables = exchange(backend.settings.group, lambda: list(map(partial(_describe, divides), entries, states)))
-    descriptions: list[dict[str, Any]] = []
+    descriptions = []
     for of_ranks in zip(*tables, strict=True):
-        items: dict[str, Any] = {}
+        items = {}
         for of_rank in reversed(of_ranks):  # the first rank that knows a key counts
             items.update(of_rank)
         descriptions.append(items)
@@ -431,7 +431,7 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
 
 
 def _whole_state(items: dict[str, Any], whole: Iterator[Tensor], device: torch.device) -> State:
-    state: State = {}
+    state = {}
     for key, item in items.items():
         if isinstance(item, _Travels):
             state[key] = next(whole)
@@ -449,7 +449,7 @@ def scatter_state(
     """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
     by_owner = state_divides(backend, optimizer) == "owners"
     device = state_device(optimizer, entry)
-    part: State = {}
+    part = {}
     for key, value in state.items():
         if not is_plain_tensor(value) or value.shape != entry.stored_shape:
             part[key] = _copied(value, device)
@@ -466,7 +466,7 @@ def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
     divides = kind == "elements"
     if divides and not local.numel():
         return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
-    items: dict[str, Any] = {}
+    items = {}
     for key, value in state.items():
         is_array = is_plain_tensor(value) and value.dim() > 0
         if is_array and kind == "owners":

@@ -179,8 +179,8 @@ def _inspect_one(
     verify: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Inspection:
-    contents: dict[str, Any] = {}
-    problems: list[str] = []
+    contents = {}
+    problems = []
     done = 0
     total = 0
 

@@ -528,7 +528,7 @@ class _Load:
         if entry.name in self.sources:
             source = infos[self.sources[entry.name]]
         is_complex = entry.kind.is_complex
-        state: _State = {}
+        state = {}
         before = state_of(optimizer, entry)
         for key, tree in trees.items():
             if key != parts.ORDERS:

@@ -225,7 +225,7 @@ def _is_scattered(entry: Entry) -> bool:
 @torch.no_grad()
 def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> None:
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective."""
-    entries: dict[str, tuple[Entry, Backend]] = {}
+    entries = {}
     for of, model in models.items():
         before = prefix(of)
         backend = model.backend
@@ -233,7 +233,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
             entries[before + entry.name] = (entry, backend)
     if not any(_is_scattered(entry) for entry, _ in entries.values()):
         return
-    local_parts: Parts = {}
+    local_parts = {}
     local_table = {}
     for name, part in collected.parts.items():
         if part.scattered:
@@ -241,7 +241,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
             dtype_text = dtype_name(part.dtype)
             local_table[name] = [part.scattered, dtype_text, list(part.shape)]
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
-    everyones: dict[str, Any] = {}
+    everyones = {}
     for table in channel.gather(local_table):
         everyones.update(table)
     for name, (parameter, dtype_text, shape) in sorted(everyones.items()):
@@ -835,7 +835,7 @@ def name_optimizers(
     An average of weights is, in a checkpoint, the state of an optimizer of its name.
     """
     if optimizer is None:
-        named: dict[str, Any] = {}
+        named = {}
     elif isinstance(optimizer, Mapping):
         named = {str(name): value for name, value in optimizer.items()}
     elif isinstance(optimizer, Sequence):
@@ -984,7 +984,7 @@ class _Several:
         return list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
-        saved: dict[Any, Any] | None = None
+        saved = None
         if self._named and isinstance(state, Mapping):
             saved = dict(state)
         elif not self._named and isinstance(state, (list, tuple)):

@@ -24,7 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
             "choice: save what you need of it as state, and pass rng=False"
         )
     numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    state: dict[str, Any] = {
+    state = {
         "torch": torch.get_rng_state(),
         "python": {"version": version, "numbers": numbers, "gauss": gauss},
         "numpy": {

@@ -244,7 +244,7 @@ class _Save:
         channel = self.channel
         own = self.collected.parts
         told = exchange_first(channel, lambda: parts.told_by(own, channel.rank, by_rule=by_rule), self.timeout)
-        planned: dict[str, Any] = {}
+        planned = {}
 
         def plan() -> None:
             if channel.rank == 0:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
-from fsshard.parity.sketch import Sketch, digest, real_view, sketch
+from fsshard.parity.sketch import digest, real_view, sketch
 from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
@@ -237,7 +237,7 @@ def part_of(batch: Any, rank: int, ranks: int) -> Any:
 def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True) -> None:
     """Note digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
     step.batches = []
-    sketches: dict[str, Sketch] = {}
+    sketches = {}
     for micro, of_ranks in enumerate(batches):
         step.batches.append([digest(batch) for batch in of_ranks])
         if not sketched:

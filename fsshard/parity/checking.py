@@ -109,7 +109,7 @@ def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
 def _rounding(run: Training, step: int) -> Rounding:
     """Return the bounds of this step as far as this run can give them. Collective."""
     rounding = Rounding()
-    magnitudes: NamedTensors = {}
+    magnitudes = {}
     world_size = run.job.world_size
     if run.joins or isinstance(run.engine, Bare):
         rounding = _measured(run, step)
@@ -347,7 +347,7 @@ class _RunComparison(StepComparison):
         device = self.run.job.device
         weights = self._read(self.number - 1, "weight")
         gradients = self._clipped_gradients()
-        parameters: dict[str, torch.nn.Parameter] = {}
+        parameters = {}
         groups = []
         for group in self.before.groups:
             for name in group["params"]:
@@ -497,7 +497,7 @@ def _cause(
         return bool(((value - expected).abs() <= within).all())
 
     # Every rank adds up along every dimension: what it finds before may be what another one does not.
-    causes: list[str] = []
+    causes = []
     for dim, ranks in sizes.items():
         total = gradient.clone()
         dist.all_reduce(total, group=mesh[dim].get_group())

@@ -447,7 +447,7 @@ Batches = dict[tuple[int, int], tuple[str, dict[str, Sketch]]]
 
 def all_batches(ranks: Sequence[RankTrace], number: int) -> Batches:
     """Return the batches of one step of all ranks; a process may have noted all ranks'."""
-    batches: Batches = {}
+    batches = {}
     for process, trace in enumerate(ranks):
         step = trace.steps[number]
         samples = step.sketches.get("batch", {})

@@ -99,7 +99,7 @@ class ForwardWatch:
 
     def take(self) -> Outputs:
         """Return the outputs since the last call."""
-        outputs: Outputs = []
+        outputs = []
         for forward in self._forwards:
             outputs += forward
         self._forwards = []

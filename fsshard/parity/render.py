@@ -415,7 +415,7 @@ def figure(report: ParityReport) -> Figure:
 def _looks(cells: list[Cell]) -> Looks:
     """Return how the lines of each backend are drawn."""
     names = list(dict.fromkeys(cell.backend for cell in cells))
-    looks: Looks = {}
+    looks = {}
     for index, name in enumerate(names):
         # Wide and below first, narrow and on top last, so that equal curves all show.
         width = 6.5 - 5.3 / max(1, len(names) - 1) * index
@@ -491,7 +491,7 @@ def _draw_gaps(
     axes.set_yscale("symlog", linthresh=low, linscale=0.5)
     broken = not all(map(math.isfinite, everywhere))
     axes.set_ylim(-0.3 * low, 30 * high if broken else high)
-    here: list[float] = []
+    here = []
     for cell in cells:
         look = looks[cell.backend]
         gaps = _gaps(cell, quantity)

@@ -460,7 +460,7 @@ def _compare_with_reference(
     sizes = dict.fromkeys(size for size, _ in places)
     same = [spec in (reference.engine, {"backend": reference.engine}) for spec in backends]
     runner.total = 2 * len(sizes) + same.count(False) * len(places)
-    cells: dict[tuple[int, int], Cell] = {}
+    cells = {}
     # Only the numbers of one reference are on disk at a time.
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
@@ -515,7 +515,7 @@ class _Reference:
         observations = runner.run(observe, job, REFERENCE, text="reference")
         self._runner = runner
         _, self._parameters, _ = observations[0]
-        self.ranks: list[RankTrace] = [trace for trace, _, _ in observations]
+        self.ranks = [trace for trace, _, _ in observations]
         start = time.perf_counter()
         self.again = _at(job, self(job, "reference, again"))
         self.again.seconds = time.perf_counter() - start

@@ -363,7 +363,7 @@ def read_tensors(
     """
     path = Path(path)
     is_merged = path.is_file()
-    tensors: NamedTensors = {}
+    tensors = {}
     texts: dict[str, str] = {}
     # This rank's own part comes last, and wins.
     for holder in sorted({0, rank}):

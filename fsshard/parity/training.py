@@ -286,8 +286,8 @@ def _to(value: Any, device: str) -> Any:
 
 def states_of(engine: Engine) -> tuple[NamedTensors, dict[str, Any]]:
     """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
-    tensors: NamedTensors = {}
-    plain: dict[str, Any] = {}
+    tensors = {}
+    plain = {}
     for name, state in engine.states():
         for key, value in state.items():
             place = f"{name}: {key}"
@@ -322,7 +322,7 @@ class Bare(Engine):
         super().__init__(recipe, module)
         self.model = self.module = module
         parameters = dict(module.named_parameters())
-        groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+        groups = [{"params": list(parameters)}]
         if recipe.param_groups is not None:
             groups = recipe.param_groups(list(parameters))
         filled = []

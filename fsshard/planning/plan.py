@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.pairs import order_in_memory, real_dtype
@@ -247,7 +247,7 @@ def _recomputed(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
-    picked: Reasons = {}
+    picked = {}
     if policy is True:
         picked = dict.fromkeys(units, "a unit of the plan")
     elif policy is not None and policy is not False:
@@ -281,10 +281,10 @@ def _outermost(
     picked: Reasons,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
-    recomputed: dict[str, str] = {}
-    before: dict[str, str] = {}
+    recomputed = {}
+    before = {}
     blocks: set[str] = set()
-    seen: set[nn.Module] = set()
+    seen = set()
     # torch's wrapper and what it wraps have one name.
     for name, module in places:
         if module in seen:
@@ -393,7 +393,7 @@ def _leaking(places: Iterable[Place], ties: Sequence[tuple[str, ...]]) -> set[in
     modules: dict[str, list[int]] = {}
     for name, module in places:
         modules.setdefault(name, []).append(id(module))
-    leaking: set[int] = set()
+    leaking = set()
     for tie in ties:
         counts: Counter[int] = Counter()
         for name in tie:
@@ -432,8 +432,8 @@ def _keep(
     mixed: bool,
 ) -> tuple[Reasons, dict[str, str]]:
     """Return which picked modules can be units, and why the others cannot."""
-    kept: Reasons = {}
-    dropped: dict[str, str] = {}
+    kept = {}
+    dropped = {}
     for module, reason in picked.items():
         name = names[id(module)]
         if is_container(module):
@@ -484,7 +484,7 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
         if len(sizes) < 2:
             continue
         main = max(sizes, key=lambda dtype: sizes[dtype])
-        assigned: set[nn.Module] = set()
+        assigned = set()
         for module in region[1:]:
             if module in assigned or is_container(module) or id(module) in leaks:
                 continue
@@ -498,7 +498,7 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
 
 def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
     """Return by id, for each module in a unit, the name of the innermost unit that it is in."""
-    of_units: dict[int, str] = {}
+    of_units = {}
     # The innermost units come last, and win.
     for unit in sorted(units, key=lambda unit: names[id(unit)].count(".")):
         name = names[id(unit)]
@@ -511,15 +511,15 @@ def _parameter_infos(
     slots: list[ParameterSlot],
     of_units: Mapping[int, str],
 ) -> dict[str, ParameterInfo]:
-    infos: dict[str, ParameterInfo] = {}
-    seen: set[int] = set()
+    infos = {}
+    seen = set()
     for slot in slots:
         parameter = slot.parameter
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
         # Of a DTensor this is what a rank holds of it.
-        stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)
+        stored = getattr(parameter, LOCAL_TENSOR, parameter)
         order = slot.kind.order
         if slot.kind.is_plain:
             order = order or order_in_memory(stored)
@@ -594,7 +594,7 @@ def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> s
         above.append(_explain_precision(plan))
     whys = [f"{unit.reason}; float32 unit" if unit.fp32 else unit.reason for unit in plan.units]
     rows = _unit_rows(plan, narrow=beside is not None)
-    below: list[str] = []
+    below = []
     if beside is not None:
         for row, cells in zip(rows, beside, strict=True):
             row += cells

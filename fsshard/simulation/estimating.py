@@ -112,7 +112,7 @@ def estimate(
     """
     source = recipe_source(subject, batch, loss, real)
     constants = machine_of(machine, device)
-    changes: dict[str, Any] = {}
+    changes = {}
     if mixed_precision is not ...:
         changes["precision"] = mixed_precision
     if activation_checkpointing is not ...:
@@ -122,7 +122,7 @@ def estimate(
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
-    fields: dict[str, Any] = {
+    fields = {
         "source": source,
         "changes": changes,
         "device": device,
@@ -224,7 +224,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     kind = optimizer
-    hyper: dict[str, Any] = {}
+    hyper = {}
     if isinstance(optimizer, Optimizer):
         kind = type(optimizer)
         hyper = constructor_arguments(optimizer)
@@ -285,7 +285,7 @@ _use: Any = _Use.apply
 
 
 def _built(plan: Plan) -> nn.Module:
-    modules: dict[str, nn.Module] = {"": PlannedModule()}
+    modules = {"": PlannedModule()}
     units = set(plan.unit_names)
 
     def module_at(path: str) -> nn.Module:

@@ -44,7 +44,7 @@ def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[No
     The process must have no process group yet; it has none afterwards.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
-    functions: dict[str, Any] = {
+    functions = {
         "all_gather_object": _all_gather_object,
         "broadcast_object_list": lambda *_, **__: None,
         "all_reduce": _finished(dist.all_reduce),
@@ -169,7 +169,7 @@ class Fakes(FakeTensorMode):
 
     def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
         """Return a workspace as large as the true operator's, which runs on numbers, once for each kind of layer."""
-        kinds: list[Any] = []
+        kinds = []
         for value in args:
             kinds.append((value.shape, value.dtype) if isinstance(value, Tensor) else repr(value))
         key = tuple(kinds)
@@ -196,7 +196,7 @@ class Fakes(FakeTensorMode):
             pass  # the model's constructor computes with numbers, so it gets them, once
         with self.left():
             module = build()
-        fakes: dict[int, nn.Parameter] = {}
+        fakes = {}
         for slot in list(parameter_slots(module)):
             real = slot.parameter
             if id(real) not in fakes:

@@ -303,7 +303,7 @@ def under_backend(
     average: bool = False,
 ) -> Trained:
     """Wrap ``module``, and build its optimizer and the average of its weights. Collective."""
-    arguments: dict[str, Any] = {
+    arguments = {
         "mixed_precision": recipe.precision,
         "activation_checkpointing": recipe.activation_checkpointing,
         **recipe.settings,
@@ -353,7 +353,7 @@ def _run_steps(
     recipe = trained.recipe
     plan = trained.model.plan
     tracker.watch(trained.model.module)
-    usages: list[Usage] = []
+    usages = []
     samples = 0
     for step in range(steps):
         first = step * recipe.accumulate
@@ -454,7 +454,7 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
     gc.collect()
     with tracker:
         module = recipe.build()
-        arguments: dict[str, Any] = {"backend": job.backend}
+        arguments = {"backend": job.backend}
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
             arguments |= settings

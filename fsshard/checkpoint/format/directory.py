@@ -144,7 +144,7 @@ class CheckpointTarget:
             raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
         self._check()
         old = self._beside(f"old-{uuid.uuid4().hex}")
-        done: list[tuple[Path, Path]] = []
+        done = []
         try:
             with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
                 sync(partial)

@@ -91,7 +91,7 @@ class TensorInfo(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """Return plain values, as the index has them."""
-        value: dict[str, Any] = {"dtype": self.dtype, "shape": self.shape}
+        value = {"dtype": self.dtype, "shape": self.shape}
         if isinstance(self.pieces, Division):
             value["division"] = [self.pieces.ranks, *self.pieces.layout, *self.pieces.spread]
         else:

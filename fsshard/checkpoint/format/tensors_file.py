@@ -202,7 +202,7 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
 def _tensors(item: Item) -> Iterator[Tensor]:
     """Yield the tensor, or what it is given as, one after the other."""
     data = item.data if isinstance(item.data, Tensor) else item.data()
-    tensors: Iterable[Tensor] = [data] if isinstance(data, Tensor) else data
+    tensors = [data] if isinstance(data, Tensor) else data
     count = 0
     for tensor in tensors:
         count += tensor.numel()

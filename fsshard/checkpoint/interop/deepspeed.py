@@ -75,7 +75,7 @@ def read_zero(
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
     """Return the ranks' files in order; None if there is more than one model-parallel rank."""
-    numbers: dict[str, int] = {}
+    numbers = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
@@ -117,8 +117,8 @@ class _ZeroFolder:
         """Return weights, optimizer state, and what the script saved with them."""
         first = self._models[0]
         module: Tree = dict(first["module"])
-        state: Tree = {}
-        groups: list[Tree] = []
+        state = {}
+        groups = []
         for group in self._groups:
             names = []
             for number in group["params"]:
@@ -145,7 +145,7 @@ class _ZeroFolder:
                     lost.append(name)
             if lost:
                 raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
-        tree: Tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
+        tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
         for key, value in first.items():
             if key not in OWN and value is not None:
                 tree[key] = value
@@ -183,7 +183,7 @@ class _ZeroFolder:
         group: Tree,
     ) -> Tree:
         states = [each.get(number, {}) for each in self._states]
-        state: Tree = {}
+        state = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 flats = [each[key] for each in states]
@@ -204,7 +204,7 @@ class _ZeroFolder:
         share = math.ceil(numel / len(flats))
         # The last rank's ends without the padding.
         length = max(flat.numel() for flat in flats)
-        pieces: list[Tensor] = []
+        pieces = []
         count = 0
         for rank, flat in enumerate(flats):
             if self._zero3:
@@ -225,7 +225,7 @@ class _ZeroFolder:
 def _joined(pieces: Sequence[Tensor], wanted: Range) -> Tensor:
     """Read elements [start, stop) of what lies in pieces one after the other."""
     start, stop = wanted
-    parts: list[Tensor] = []
+    parts = []
     for piece in pieces:
         low = max(start, 0)
         high = min(stop, piece.numel())

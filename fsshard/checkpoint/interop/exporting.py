@@ -292,13 +292,13 @@ class _Export:
         stem = single.removesuffix(".safetensors")
         index = f"{stem}.safetensors.index.json"
         files = [single]
-        texts: dict[str, Any] = {}
+        texts = {}
         if len(shards) > 1:
             files = []
             for n in range(1, len(shards) + 1):
                 files.append(f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors")
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
-            file_of_key: dict[str, str] = {}
+            file_of_key = {}
             for file, shard in zip(files, shards, strict=True):
                 file_of_key.update(dict.fromkeys(shard, file))
             weight_map = dict(sorted(file_of_key.items()))
@@ -385,10 +385,10 @@ def _state_by_name(
     index = reader.index
     trees = index.optimizers[optimizer].state
     tensors = index.optimizer_tensors(optimizer)
-    state: dict[Any, Any] = {}
+    state = {}
     for group in groups:
         for name in group["params"]:
-            item: dict[str, Any] = {}
+            item = {}
             for key, node in trees.get(name, {}).items():
                 if key != parts.ORDERS:
                     item[key] = reader.tree(node)
@@ -415,8 +415,8 @@ def _numbered(state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dic
 def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties."""
     first_keys: dict[str, str] = {}
-    weights: dict[str, str] = {}
-    tied: dict[str, str] = {}
+    weights = {}
+    tied = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
             raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is not one; use format='torch'")

@@ -162,7 +162,7 @@ def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) 
     names = {entry.name for entry in os.scandir(path)}
     indexes = [name for name in names if HF_INDEXES.fullmatch(name)]
     indexes.sort(key=lambda name: ".bin." in name)
-    file_of: dict[str, str] = {}
+    file_of = {}
     if indexes:
         file_of = _weight_map(path / indexes[0])
     weights = list(dict.fromkeys(file_of.values()))

@@ -302,7 +302,7 @@ def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]
         for name in names:
             hyper_of[name] = hyper
     missing = []
-    wrong: Mismatches = {}
+    wrong = {}
     regrouped = []
     for index, group in enumerate(groups_by_name(optimizer)):
         theirs = []
@@ -352,7 +352,7 @@ def _as_this_torch(
     for group in groups:
         members.append([empty[name] for name in group["params"]])
     plain = _plain_optimizer(optimizer, members)
-    numbered_state: dict[int, dict[str, Any]] = {}
+    numbered_state = {}
     awaited: dict[str, dict[str, Any]] = {}
     for name, item in state.items():
         awaited[name] = {}

@@ -237,7 +237,7 @@ class ForeignReader(TensorReader):
 
     def _state_dicts(self) -> dict[Place, dict[str, Any]]:
         """Return by place what can be a state dict: dicts of tensors by text, and of nested ones the largest."""
-        places: dict[Place, dict[str, Any]] = {}
+        places = {}
         for place, node in _mappings(self._tree):
             if any(_is_below(place, outer) for outer in self._optimizer_nodes):
                 continue
@@ -398,8 +398,8 @@ class ForeignReader(TensorReader):
                     "which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
                     "optimizer states out (optimizer=False, --no-optimizer)"
                 )
-            groups: list[Any] = []
-            state: dict[str, Any] = {}
+            groups = []
+            state = {}
             for group in node["param_groups"]:
                 names = self._own_names(group)
                 hyper = {}
@@ -508,7 +508,7 @@ def _without(node: Any, places: Sequence[Place]) -> Any:
     if not places:
         return node
     items = node.items() if isinstance(node, dict) else enumerate(node)
-    rest: dict[Any, Any] = {}
+    rest = {}
     for key, value in items:
         below = []
         for first, *rest_of_place in places:

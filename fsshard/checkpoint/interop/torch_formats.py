@@ -306,8 +306,8 @@ class DcpDirectory:
         start, stop = wanted
         if stop <= start:
             return torch.empty(0, dtype=dtype)
-        offsets: list[int] = []
-        lengths: list[int] = []
+        offsets = []
+        lengths = []
         before = 0  # elements of the rows before
         if info.size:
             _, *row = info.size

@@ -115,7 +115,7 @@ def compare_scripts(
         ConfigurationError: there are too few repeats, or no step that both have recorded.
     """
     before = ScriptTrace.load(old)
-    draws: list[ScriptTrace] = []
+    draws = []
     if not exactly:
         draws += before.repeats
         draws += map(ScriptTrace.load, repeats)

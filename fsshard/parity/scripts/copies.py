@@ -101,7 +101,7 @@ def _shapes_of(tensors: Iterable[Tensor]) -> Shapes:
 
 def _subclasses(kind: type) -> set[type]:
     """Return a class and all that inherit from it."""
-    subclasses: set[type] = set()
+    subclasses = set()
     classes = [kind]
     while classes:
         cls = classes.pop()

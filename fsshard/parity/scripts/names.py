@@ -171,7 +171,7 @@ def _models_in_order(old: ScriptTrace, new: ScriptTrace) -> Rename:
 
 def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
     """Return the places of the new script's models among the old one's: first those that have most in common."""
-    pairs: list[Any] = []
+    pairs = []
     for place, model in enumerate(new.ranks[0].models):
         for other_place, other in enumerate(old.ranks[0].models):
             common = _common(model.weights, other.weights)

@@ -264,8 +264,8 @@ def _share(ranks: list[Sketches]) -> None:
 
 
 def _read_rank(file: Path) -> RankRecord:
-    header: Header | None = None
-    steps: dict[int, Record] = {}
+    header = None
+    steps = {}
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):
             # The process died while it wrote this line.

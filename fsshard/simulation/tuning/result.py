@@ -133,7 +133,7 @@ class TuneResult:
         Where ranks are arranged otherwise than in one row, it makes the mesh, and is collective. Over dimensions that
         divide the model pass what the recipe's ``split`` returns, too: :attr:`mesh` has the sizes.
         """
-        settings: dict[str, Any] = {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
+        settings = {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
         if self.mesh is not None:
             names = tuple(self.mesh)
             whole = init_device_mesh(self.winner.estimate.device, tuple(self.mesh.values()), mesh_dim_names=names)

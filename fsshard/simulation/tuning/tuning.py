@@ -139,7 +139,7 @@ def tune(
     others = [] if meshes is None else arrangements(meshes, world_size)
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
-    changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
+    changes = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
     if accumulation is not None:
         changes["accumulate"] = accumulation
     fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
@@ -380,13 +380,13 @@ class Search:
 
     def _sharded(self, start: Candidate) -> None:
         # The usual plans are always simulated, whatever the limit is.
-        usual: list[Tried] = []
+        usual = []
         for name, policy in self.always.items():
             usual += self._try([start.changed(auto_wrap_policy=policy)], name)
         if not usual:
             return
         joining = self._space.joining
-        joined: dict[str, Any] = {}
+        joined = {}
         if joining is not None and joining.option not in self.fixed:
             # Small units travel together then.
             joined[joining.option] = joining.value
@@ -452,7 +452,7 @@ class Search:
 
     def _unrepeated(self, choices: list[Any]) -> list[Any]:
         """Replace units of which a step calls some more than once by the classes of the others."""
-        by_code: dict[str, Any] = {}
+        by_code = {}
         for choice in choices:
             planned = self._planned(choice)
             if isinstance(planned, Plan) and not self.profile.gathered_once(planned):
@@ -502,7 +502,7 @@ class Search:
         options = {name: code_of(name, value) for name, value in candidate.settings.items()}
         options.pop("auto_wrap_policy", None)
         options.pop("activation_checkpointing", None)
-        groups: list[Any] = []
+        groups = []
         if self._divides:
             groups = sorted(unit.name for unit in planned.units)
         joining = self._space.joining

@@ -221,7 +221,7 @@ class InnerFSDP(TorchFSDP):
         self.lazy_init()
         self.drop_whole()
         owners = self.own()
-        shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
+        shown = {}
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
