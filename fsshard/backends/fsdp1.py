@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -115,7 +115,9 @@ class FSDP1Backend(TorchShardedBackend):
         return settings
 
     def shard(self) -> nn.Module:
+        plan = self.settings.plan
         modules = dict(self.module.named_modules())
+        self._modules = modules
         self._told = False
         # (parent, child's name, wrapper, the child)
         self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
@@ -123,7 +125,8 @@ class FSDP1Backend(TorchShardedBackend):
         for parent in modules.values():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
-        units = {unit.name: unit for unit in self.settings.plan.units}
+        units = {unit.name: unit for unit in plan.units}
+        self._frozen_since: set[str] = set()  # units in which something was frozen after wrap
         self._twice: set[str] = set()  # units with a flat parameter of what is frozen and one of what is not
         self._strides: dict[str, tuple[int, ...]] = {}  # of parameters that are not contiguous, 1x1 kernels among them
         self._orders: dict[str, Order | None] = {}  # of these, in their flat parameter
@@ -133,40 +136,56 @@ class FSDP1Backend(TorchShardedBackend):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             self._passes = _DerivativePasses(self)
             with even_shards(self._passes):
-                for name in (*self.settings.plan.unit_names, ""):
-                    wrapper = self._wrapped(units[name], modules[name])
-                    for parent, key in places.get(id(modules[name]), ()):
+                for name in (*plan.unit_names, ""):
+                    module = modules[name]
+                    wrapper = self._wrapped(units[name], module)
+                    for parent, key in places.get(id(module), ()):
                         parent._modules[key] = wrapper
-                        self._wrappers.append((parent, key, wrapper, modules[name]))
+                        self._wrappers.append((parent, key, wrapper, module))
         root = wrapper
         cast(Any, root)._passes = self._passes
         self._layout(root)
         self._watch(root)
-        self._modules, self._frozen_since = modules, set[str]()  # units in which something was frozen after wrap
-        for planned in self.settings.plan.units:
-            numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
-            if numbers and self.settings.compilation is not None:
-                lies = [self._place[entry.name] for entry in numbers]
-                modules[planned.name].register_forward_pre_hook(_showing(numbers, lies, _without_base))
-        for name in self.settings.plan.recomputed:
+        if self.settings.compilation is not None:
+            for unit in plan.units:
+                entries = self._entries_of(unit)
+                self._show([entry for entry in entries if entry.slots[0].is_complex], unit.name, _without_base)
+        for name in plan.recomputed:
             recomputed: Any = modules[name].forward
-            show_weights = self._passes.whole_again(_unit_around(name, units))
+            # A block's own weights are gathered with the innermost unit around it.
+            around = name
+            while around not in units:
+                around = around.rpartition(".")[0]
+            show_weights = self._passes.whole_again(around)
             recomputed.original = functools.partial(_forward_behind, show_weights, recomputed.forward)
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
+
+    def _entries_of(self, unit: Unit) -> list[Entry]:
+        return [self.entries[name] for name in unit.parameters]
+
+    def _show(self, entries: list[Entry], unit: str, change: Callable[[Tensor, Entry], Tensor]) -> None:
+        """Let the forward of a unit begin with showing it ``change(view)`` in place of FSDP1's views."""
+        if entries:
+            places = [self._place[entry.name] for entry in entries]
+            self._modules[unit].register_forward_pre_hook(_showing(entries, places, change))
 
     def _wrapped(self, planned: Unit, module: nn.Module) -> nn.Module:
         """Give memory to a unit that has none, and put FSDP1 around it; twice where a part of it is frozen."""
         # A flat parameter has one gradient as long as itself, which is held and sent for what is frozen in it, too.
         # Wrapped twice, the unit has two: what is trainable, and around it what is frozen and has no gradient.
         self._make_real(planned)
-        for name in planned.parameters:
-            parameter = self.entries[name].parameter
-            if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
+        frozen = []
+        for entry in self._entries_of(planned):
+            parameter = entry.parameter
+            if not parameter.requires_grad:
+                frozen.append(entry)
+            contiguous = torch.empty(parameter.shape, device="meta")
+            if parameter.stride() == contiguous.stride():
                 continue
             parameter.data = packed(parameter.data)
-            self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
-        frozen = [self.entries[name] for name in planned.parameters if not self.entries[name].parameter.requires_grad]
+            self._strides[entry.name] = parameter.stride()
+            self._orders[entry.name] = memory_order(parameter)
         if 0 < len(frozen) < len(planned.parameters):
             self._twice.add(planned.name)
             with _hidden(frozen):
@@ -224,51 +243,62 @@ class FSDP1Backend(TorchShardedBackend):
             flat = handle.flat_param
             flats.append(flat)
             free_with_its_handle(flat, handle)
-            starts = [start for start, _ in offsets_of(handle)]
-            starts = [s for s, pad in zip(starts, is_padding(flat), strict=True) if not pad]
+            starts = []
+            for (start, _), pad in zip(offsets_of(handle), is_padding(flat), strict=True):
+                if not pad:
+                    starts.append(start)
             width = sharded_size(flat).numel()
             divides = self.shard_group.size() > 1  # FSDP1 does not shard on one rank (NO_SHARD)
             assert not divides or width % 2 == 0, "a shard boundary cuts a complex number"
             inside = [by_parameter[id(parameter)] for parameter in params_of(flat)]
             for index, entry in enumerate(inside):
-                self._place[entry.name] = flat, index
+                name = entry.name
+                self._place[name] = (flat, index)
                 entry.group = self.shard_group
-                if divides:
-                    if type(entry.parameter) is nn.Parameter:
-                        entry.parameter.__class__ = FlatShard
-                    entry.cut = Cut(
-                        stride=width,
-                        offset=starts[index],
-                        buffer=inside[0].name,
-                        order=self._orders.get(entry.name),
-                        strides=self._strides.get(entry.name),
-                    )
+                if not divides:
+                    continue
+                if type(entry.parameter) is nn.Parameter:
+                    entry.parameter.__class__ = FlatShard
+                entry.cut = Cut(
+                    stride=width,
+                    offset=starts[index],
+                    buffer=inside[0].name,
+                    order=self._orders.get(name),
+                    strides=self._strides.get(name),
+                )
 
     def _watch(self, root: Any) -> None:
         """Install the guards: a forward may not read shards, nor write weights."""
         watched: list[tuple[Tensor, Watched]] = []
+        names = {}
         for unit in self.settings.plan.units:
-            for name in unit.parameters:
-                entry = self.entries[name]
-                is_shown = any(slot.stored not in (slot.name, slot.name.rpartition(".")[2]) for slot in entry.slots)
-                refuse_losses(entry.parameter, name)
-                watched.append((entry.parameter, Watched(name, unit.name, is_shown)))
-        names = {id(parameter): each.name for parameter, each in watched}
+            for entry in self._entries_of(unit):
+                parameter = entry.parameter
+                names[id(parameter)] = entry.name
+                is_shown = any(slot.stored != slot.name.rpartition(".")[2] for slot in entry.slots)
+                refuse_losses(parameter, entry.name)
+                watched.append((parameter, Watched(entry.name, unit.name, is_shown)))
         units: list[tuple[nn.Module, list[Place]]] = []
         for wrapper, handle in self._handles:
             flat = handle.flat_param
             own = [names[id(parameter)] for parameter in params_of(flat)]
-            places = [(stored_in(owner), stored) for stored, owner, _ in infos_of(flat)]
-            units.append((wrapped_by(wrapper), [(*place, name) for place, name in zip(places, own, strict=True)]))
+            places: list[Place] = []
+            for (stored, owner, _), name in zip(infos_of(flat), own, strict=True):
+                places.append((stored_in(owner), stored, name))
+            units.append((wrapped_by(wrapper), places))
             wrapper.register_forward_pre_hook(_before_gather(flat, own))
         root._looks = LooksAtForwards()
         root._written = _WrittenGuard(GatheredWeights(units))
-        if self.settings.compilation is None:  # each compiled frame would be compiled once more for the guard
+        # Each compiled frame would be compiled once more for the guard.
+        if self.settings.compilation is None:
             root._reads = ReadsGuard(watched)
-        if (first := next((each for each in watched if not each[1].unit), None)) is not None:
-            slot = self.entries[first[1].name].slots[0]
-            check = _GatheredGuard(stored_in(slot.owner), slot.stored, *first)
-            self.module.register_forward_pre_hook(check, prepend=True)
+        for shard, each in watched:
+            if not each.unit:
+                # One weight of the root tells whether it is gathered.
+                slot = self.entries[each.name].slots[0]
+                check = _GatheredGuard(stored_in(slot.owner), slot.stored, shard, each)
+                self.module.register_forward_pre_hook(check, prepend=True)
+                break
 
     def _change_trainable(self, flags: list[bool]) -> None:
         infos = self.settings.plan.parameters
@@ -280,17 +310,17 @@ class FSDP1Backend(TorchShardedBackend):
             # A flat parameter that trains what is left of it has views of what is frozen, too.
             self._frozen_since.add(unit)
             own = [each for each in self.all if infos[each.name].unit == unit]
-            hook = _showing(own, [self._place[each.name] for each in own], _frozen_detached)
-            self._modules[unit].register_forward_pre_hook(hook)
+            self._show(own, unit, _frozen_detached)
         super()._change_trainable(flags)
 
     def _check_accumulation(self, flags: list[bool]) -> None:
         """Refuse to change a part of what has one gradient while that is held as a whole, between micro-batches."""
         # On several ranks FSDP1 ends in errors of sizes, on one the gradient of what is frozen is lost (torch 2.13).
-        trains = {id(self._place[entry.name][0]) for entry, now in zip(self.all, flags, strict=True) if now}
-        for entry, now, before in zip(self.all, flags, self._flags, strict=True):
-            flat = self._place[entry.name][0]
-            if now != before and entry.name in self.step.local and flat.grad is not None and id(flat) in trains:
+        flats = [self._place[entry.name][0] for entry in self.all]
+        trained = set(map(id, itertools.compress(flats, flags)))
+        for entry, flat, now, before in zip(self.all, flats, flags, self._flags, strict=True):
+            is_held = entry.name in self.step.local and flat.grad is not None
+            if now != before and is_held and id(flat) in trained:
                 raise ModelError(
                     f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients "
                     "backend 'fsdp' holds together: change it between two steps, or use backend='fsdp2'"
@@ -352,16 +382,15 @@ class FSDP1Backend(TorchShardedBackend):
     @functools.cached_property
     def unit_of(self) -> dict[Any, Any]:
         """FSDP1's module by its handle; by None the root, where other units have all parameters."""
-        return {handle_of(self.engine): self.engine} | {handle: unit for unit, handle in self._handles}
+        unit_of = {handle_of(self.engine): self.engine}
+        for unit, handle in self._handles:
+            unit_of[handle] = unit
+        return unit_of
 
     def handles_of(self, name: str) -> list[tuple[Any, Any]]:
         """Return FSDP1's modules of the unit ``name``, with their handles."""
-        flats = {id(self._place[own][0]) for own in self._parameters_of[name]}
+        flats = {id(self._place[own][0]) for own in self.groups[name]}
         return [(unit, handle) for unit, handle in self._handles if id(handle.flat_param) in flats]
-
-    @functools.cached_property
-    def _parameters_of(self) -> dict[str, tuple[str, ...]]:
-        return {unit.name: unit.parameters for unit in self.settings.plan.units}
 
     def leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
@@ -373,10 +402,14 @@ class FSDP1Backend(TorchShardedBackend):
             told = "term_gradients in mixed precision or with cpu_offload"
             raise UnsupportedByBackend(told, self.name, "use backend='fsdp2'")
         trained = [handle for _, handle in self._handles if handle.flat_param.requires_grad]
-        wholes = [offsets_of(handle)[-1][-1] + 1 for handle in trained]
-        # What is not reached comes as zeros for this rank's shard.
-        found = zip(super().derivatives_of(output), wholes, strict=True)
-        return [d if d.numel() == whole else d.new_zeros(whole) for d, whole in found]
+        derivatives = []
+        for handle, derivative in zip(trained, super().derivatives_of(output), strict=True):
+            _, last = offsets_of(handle)[-1]
+            # What is not reached comes as zeros for this rank's shard.
+            if derivative.numel() != last + 1:
+                derivative = derivative.new_zeros(last + 1)
+            derivatives.append(derivative)
+        return derivatives
 
     def shows(self, entry: Entry, found: object) -> bool:
         return found is not None and not isinstance(found, nn.Parameter)  # a view of a gathered unit
@@ -393,21 +426,24 @@ class FSDP1Backend(TorchShardedBackend):
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
-        found: dict[str, list[Tensor]] = {}
+        by_kind: dict[str, list[Tensor]] = {}
         for _, handle in self._handles:
             for kind, tensors in held_by(handle.flat_param).items():
-                found.setdefault(kind, []).extend(tensors)
-        return found
+                by_kind.setdefault(kind, []).extend(tensors)
+        return by_kind
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
-        stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
-        return (self.shard_group.size(),) * (1 if stays else 2)
+        ranks = self.shard_group.size()
+        # From forward to backward.
+        if not unit.name or self.settings.sharding_strategy in KEEP_GATHERED:
+            return (ranks,)
+        return ranks, ranks
 
     def _gathered_again(self, unit: Unit) -> list[Entry]:
         # The frozen root stays gathered; within it what is trainable is a unit as any other.
         if unit.name or "" not in self._twice or self.settings.sharding_strategy in KEEP_GATHERED:
             return []
-        return [self.entries[name] for name in unit.parameters if self.entries[name].parameter.requires_grad]
+        return [entry for entry in self._entries_of(unit) if entry.parameter.requires_grad]
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
@@ -445,8 +481,9 @@ class _DerivativePasses:
 
     def gathering(self) -> contextlib.AbstractContextManager[None]:
         """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
-        in_backward = current_graph_task_id() != -1
-        return taking_part(self._group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
+        if current_graph_task_id() == -1:
+            return contextlib.nullcontext()
+        return taking_part(self._group, "FSDP's gather, in backward")
 
     def keeps(self) -> bool:
         """Return whether the memory of units stays."""
@@ -458,13 +495,15 @@ class _DerivativePasses:
 
     def takes_derivative(self, handle: Any) -> bool:
         """Note a unit that a pass goes through, and return whether that takes a derivative and keeps its graph."""
-        backend, task = self._backend(), current_graph_task_id()
+        backend = self._backend()
+        task = current_graph_task_id()
         if backend is None or task == -1:
             return False
         if self._task != task:
             if not (self._kept or keeps_graph()) or backend.accumulates():
                 return False
-            self._task, self._kept = task, True
+            self._task = task
+            self._kept = True
             self._passed.clear()
             queue_callback(self._put_back)  # a pass that raises does not call it
         if handle in backend.unit_of:  # the root asks first, and comes again where it has a handle
@@ -495,7 +534,9 @@ class _DerivativePasses:
 
     def abandon(self) -> None:
         """Keep nothing of a pass that has raised."""
-        self._kept, self._task, self._ending = False, None, None
+        self._kept = False
+        self._task = None
+        self._ending = None
         self._passed.clear()
 
     def _put_back(self) -> None:
@@ -537,7 +578,8 @@ class _DerivativePasses:
 
     def let_go(self) -> None:
         """Free what is gathered, and keep nothing from here on."""
-        self._kept, self._ending = False, None
+        self._kept = False
+        self._ending = None
         if (backend := self._backend()) is not None:
             backend.drop_whole()
 
@@ -560,19 +602,13 @@ def _reduce(settings: Settings, shards: dist.ProcessGroup, gradient: Tensor, out
         tree.reduce_scatter(output, gradient, shards, 1.0 / shards.size())
         if settings.sharding_strategy in HYBRIDS:
             replicas = settings.mesh.get_group(0)
-            tree.all_reduce(output, replicas, 1.0 / replicas.size())
+            factor = 1.0 / replicas.size()
+            tree.all_reduce(output, replicas, factor)
 
 
 def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     prepare()
     return forward(*args, **kwargs)
-
-
-def _unit_around(block: str, units: Collection[str]) -> str:
-    """Return the name of the unit that a block's own weights are gathered with."""
-    while block not in units:
-        block = block.rpartition(".")[0]
-    return block
 
 
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
@@ -581,8 +617,8 @@ WRITTEN_VIEW = "is a view and its base or another view of its base has been modi
 
 def _before_gather(flat: Any, names: list[str]) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
-    infos = infos_of(flat)
-    places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
+    keys, owners, _ = zip(*infos_of(flat), strict=True)
+    places = list(map(stored_in, owners)), keys
 
     def check(*_: Any) -> None:
         check_places(places, names, params_of(flat), lambda: zip(tensors_of(flat), itertools.repeat(None)))
@@ -616,7 +652,10 @@ class _GatheredGuard:
     """Hook of the user's own module: raises where that is called, and not the FSDP1 module that gathers for it."""
 
     def __init__(self, held: dict[str, Any], stored: str, shard: Tensor, watched: Watched) -> None:
-        self._held, self._stored, self._shard, self._watched = held, stored, shard, watched
+        self._held = held
+        self._stored = stored
+        self._shard = shard
+        self._watched = watched
 
     def __call__(self, *_: Any) -> None:
         if self._held.get(self._stored) is self._shard:
@@ -638,7 +677,11 @@ def _ignore(*_: Any) -> None:
 @contextlib.contextmanager
 def _hidden(entries: list[Entry]) -> Iterator[None]:
     """Context in which modules do not hold these parameters."""
-    places = {(id(slot.owner), slot.stored): (slot, entry) for entry in entries for slot in entry.slots}  # each once
+    places = {}
+    for entry in entries:
+        for slot in entry.slots:
+            # Slots of modules that are used twice are one place.
+            places[id(slot.owner), slot.stored] = slot, entry
     for slot, _ in places.values():
         del stored_in(slot.owner)[slot.stored]
     try:
@@ -653,8 +696,10 @@ def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callab
 
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(entries, places, strict=True):
-            shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            if (changed := change(shown, entry)) is shown:
+            first = entry.slots[0]
+            shown = getattr(first.owner, first.stored)
+            changed = change(shown, entry)
+            if changed is shown:
                 continue
             show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
             for slot in entry.slots:
@@ -667,7 +712,9 @@ def _frozen_detached(shown: Tensor, entry: Entry) -> Tensor:
     # FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient,
     # and throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias
     # then takes another kernel than it does natively, with other last bits.
-    return shown.detach() if shown.requires_grad and not entry.parameter.requires_grad else shown
+    if shown.requires_grad and not entry.parameter.requires_grad:
+        return shown.detach()
+    return shown
 
 
 def _without_base(shown: Tensor, _: Entry) -> Tensor:
@@ -716,8 +763,10 @@ def _unit_class() -> type[nn.Module]:
 
             @property
             def _post_backward_callback_queued(self) -> bool:
-                queued = bool(self.__dict__.get("_queued", False))
-                return queued or (self._passes is not None and self._passes.takes_derivative(None))
+                if self.__dict__.get("_queued"):
+                    return True
+                # By this the root leaves the end of a derivative pass to _DerivativePasses.
+                return self._passes is not None and self._passes.takes_derivative(None)
 
             @_post_backward_callback_queued.setter
             def _post_backward_callback_queued(self, queued: bool) -> None:

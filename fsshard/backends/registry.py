@@ -146,7 +146,9 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
     for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
         others = [repr(each.name) for each in loaded_backends() if name in each.facts.option_names]
         known = ", ".join(cls.facts.option_names) or "none"
-        whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has, nor fsshard.wrap"
+        whose = "no backend has, nor fsshard.wrap"
+        if others:
+            whose = f"backend={' or '.join(others)} has; leave it out"
         raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
     strategy = settings.sharding_strategy
     if strategy in (None, *cls.facts.strategies):
@@ -154,8 +156,9 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
     names = []
     strategies = []
     for backend in loaded_backends():
-        strategies.append(f"{backend.name} {', '.join(backend.facts.strategies)}")
-        if strategy in backend.facts.strategies and not backend.facts.one_process:
+        facts = backend.facts
+        strategies.append(f"{backend.name} {', '.join(facts.strategies)}")
+        if strategy in facts.strategies and not facts.one_process:
             names.append(repr(backend.name))
     advice = "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
     if names:
@@ -194,10 +197,11 @@ def _imported(path: str, asked: str) -> type[Backend]:
 @cache
 def _entry_points() -> dict[str, str]:
     """Return name -> "module:Class" of those that installed packages bring."""
-    paths = {}
+    paths: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
-        if point.name not in paths and point.name not in _OURS:
-            paths[point.name] = point.value
-        elif paths.get(point.name, _OURS.get(point.name)) != point.value:
-            log.warning("two packages have a backend %r; %s is not used", point.name, point.value)
+        name = point.name
+        # Names of ours stay ours.
+        first = _OURS.get(name) or paths.setdefault(name, point.value)
+        if first != point.value:
+            log.warning("two packages have a backend %r; %s is not used", name, point.value)
     return paths
