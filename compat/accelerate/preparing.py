@@ -15,7 +15,7 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, name_groups
 
-from ..trainers import by_name, by_number, split_over
+from ..trainers import State, by_name, by_number, split_over
 
 Share = tuple[nn.Module, list[Optimizer]]
 """A model and its optimizers, which go into one call of ``fsshard.wrap``."""
@@ -41,9 +41,9 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
         # Placing would send its state once around.
         super().__init__(optimizer, device_placement=False, scaler=scaler)
-        self.held: dict[str, Any] | None = None
+        self.held: State | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a torch optimizer's state, with whole tensors and a number for each parameter. Collective."""
         if self.held is None:
             return by_number(self.optimizer)
@@ -93,9 +93,7 @@ def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     return shares, others
 
 
-def late(
-    optimizer: Optimizer, models: Iterable[Any], former: Former
-) -> tuple[Optimizer, ShardedModule, list[dict[str, Any]]]:
+def late(optimizer: Optimizer, models: Iterable[Any], former: Former) -> tuple[Optimizer, ShardedModule, list[State]]:
     """Find the model of an optimizer that comes after it, over parameters from before or after. Local.
 
     Returns:

@@ -20,7 +20,7 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
-from ..trainers import WrappedModel, whole_states
+from ..trainers import State, WrappedModel, whole_states
 
 divided: WeakSet[nn.Module] = WeakSet()
 """Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
@@ -62,7 +62,7 @@ class WrappedLightningModule(WrappedModel):
         point_at(self.schedulers, replaced)
 
 
-def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def _saved(optimizer: ShardedOptimizer) -> State:
     """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
     keeps = optimizer.model.backend.settings.is_first
     saved = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
@@ -80,7 +80,7 @@ class EndedOptimizer(Optimizer):
         self,
         old: ShardedOptimizer,
         parameters: dict[str, nn.Parameter],
-        saved: dict[str, Any],
+        saved: State,
     ) -> None:
         groups = []
         for group in saved["param_groups"]:
@@ -91,10 +91,10 @@ class EndedOptimizer(Optimizer):
         for name, state in saved["state"].items():
             self.state[parameters[name]] = state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {**super().__getstate__(), "kind": self.kind, "saved": self.saved}
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, rank0_only: bool = False) -> State:
         """Return the state by parameter name, as a checkpoint has it; empty but on rank 0.
 
         Raises:

@@ -23,7 +23,7 @@ from fsshard.model.checks import is_managed
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.unwrapping import ModelBeforeWrap
 
-from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, wrapped_model_of
+from ..trainers import State, by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, wrapped_model_of
 from .after_fit import WrappedLightningModule, divided, lacking, named_after, plain_scaler
 from .averaging import AVERAGING, OverParts, average_parts
 from .fabric import FabricStrategy
@@ -299,7 +299,7 @@ class Strategy(DDPStrategy):
         else:
             self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         """Return whole tensors by the module's names, on rank 0; none where each rank writes its own. Collective."""
         if self._sharded is None:
             return super().lightning_module_state_dict()
@@ -320,14 +320,14 @@ class Strategy(DDPStrategy):
             self._load_weights(checkpoint, strict)
         self._restored = True
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> State:
         """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
         if self.divides_files:
             return {}
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._wrapped_model is not None:  # another Trainer has given the module back
             inner = self._wrapped_model.left.get(id(inner), inner)
-        state: dict[str, Any] = inner.state_dict(rank0_only=True)
+        state: State = inner.state_dict(rank0_only=True)
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -349,7 +349,7 @@ class Strategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: State, filepath: Any, storage_options: Any = None) -> None:
         """Write a file as Lightning does, or a directory (``save_distributed_checkpoint``). Collective.
 
         Raises:
@@ -361,11 +361,11 @@ class Strategy(DDPStrategy):
             return
         save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> State:
         """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
         if Path(checkpoint_path).is_dir():
             return read_others(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: State = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 
     def teardown(self) -> None:

@@ -23,7 +23,7 @@ from fsshard.model.checks import agree
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..trainers import by_name
+from ..trainers import State, by_name
 
 log = logging.getLogger("fsshard")
 PLAIN = (str, bytes, int, float, complex, type(None), Tensor, torch.dtype, torch.device, torch.Size)
@@ -61,7 +61,7 @@ def save_training_state(
     def write() -> None:
         if settings.rank:
             return
-        files: dict[str, Any] = {f"{save_name}_state_dict.pt": weights}
+        files: State = {f"{save_name}_state_dict.pt": weights}
         if hasattr(model.module, "_init_kwargs"):  # neuralop's BaseModel; from_checkpoint rebuilds the model from it
             files[f"{save_name}_metadata.pkl"] = model.module._init_kwargs
         files |= {f"{name}.pt": state for name, state in states.items()}
@@ -102,7 +102,7 @@ def load_training_state(
     save_name: str,
     model: ShardedModule,
     **parts: Any,
-) -> dict[str, Any]:
+) -> State:
     """Read what :func:`save_training_state`, or neuralop's own Trainer, wrote; give the manifest. Collective.
 
     Every rank reads the files; nothing is unpickled but plain data and what the live model's own metadata holds.
@@ -128,7 +128,7 @@ def _read_all(
     save_name: str,
     model: ShardedModule,
     wanted: list[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[State, State]:
     globals_of_model = dict(_globals_of(getattr(model.module, "_init_kwargs", {})))
     manifest = _read(folder / "manifest.pt", {}) if (folder / "manifest.pt").exists() else {}
     states = {"model": _read(folder / f"{save_name}_state_dict.pt", globals_of_model)}

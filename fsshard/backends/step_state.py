@@ -30,12 +30,14 @@ class Stage(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, which each look into a table would call
 
 
+Transitions = Mapping[Stage, frozenset[Stage]]
+
 _PASSES = frozenset((Stage.DERIVED, Stage.ACCUMULATED, Stage.SPENT))
 
-TRANSITIONS: Mapping[Stage, frozenset[Stage]] = dict.fromkeys(Stage, _PASSES)
+TRANSITIONS: Transitions = dict.fromkeys(Stage, _PASSES)
 """Stage -> the passes through the graph that may begin in it. A forward may begin in any."""
 
-WEIGHTS_ARE_FREED: Mapping[Stage, frozenset[Stage]] = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
+WEIGHTS_ARE_FREED: Transitions = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
 """The same of an engine that frees gathered weights in a pass, so that the next one needs a forward of its own."""
 
 
@@ -58,7 +60,7 @@ class StepState:
         finished: how often gradients were made final.
     """
 
-    def __init__(self, name: str, transitions: Mapping[Stage, frozenset[Stage]]) -> None:
+    def __init__(self, name: str, transitions: Transitions) -> None:
         self._name = name
         self._transitions = transitions
         self._task: int | None = None  # the graph task of the pass that the stage comes from

@@ -29,7 +29,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
-from fsshard.checkpoint.format.index import INDEX_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, Values
 from fsshard.checkpoint.format.object_store import identity_of_url, is_url
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
@@ -83,11 +83,11 @@ class Loaded:
     """
 
     path: Path | str
-    state: Mapping[str, Any]
+    state: Values
     per_rank: Mapping[str, list[Any]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    origin: Mapping[str, Any]
+    origin: Values
 
     def __getitem__(self, name: str) -> Any:
         """Return ``state[name]``."""
@@ -281,7 +281,7 @@ class _Load:
 
     name: str  # of one of several models
     model: ShardedModule
-    targets: Mapping[str, Any]  # objects to load into, by the name that they were saved under
+    targets: Values  # objects to load into, by the name that they were saved under
     strict: bool
     call: str
     classes: Classes  # of objects within an optimizer's state
@@ -513,7 +513,7 @@ class _Load:
         self,
         optimizer: Optimizer,
         entry: Entry,
-        trees: Mapping[str, Any],
+        trees: Values,
         tensors: Mapping[str, str],
         single: Collection[str],
     ) -> _State:
@@ -604,7 +604,7 @@ class _Load:
             except Exception as error:
                 raise CheckpointError(f"{self.call}: {what}: {type(error).__name__}: {error}") from error
 
-        def load_rest(rest: Mapping[str, Any]) -> None:  # buffers and extra state, through the model's own method
+        def load_rest(rest: Values) -> None:  # buffers and extra state, through the model's own method
             with self.model.backend.bare() as module:
                 module.load_state_dict(rest, strict=False)
 
@@ -673,7 +673,7 @@ def _loads_itself(module: nn.Module, key: str) -> bool:
     return False
 
 
-def _members(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+def _members(groups: Sequence[Values]) -> set[str]:
     """Return which parameter is in which group, as text."""
     members = set()
     for index, group in enumerate(groups):

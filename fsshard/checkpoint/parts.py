@@ -41,6 +41,8 @@ from fsshard.checkpoint.format.index import (
     OptimizerInfo,
     Origin,
     TensorInfo,
+    Tree,
+    Values,
     some,
 )
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
@@ -88,7 +90,6 @@ class Part:
 
 
 Parts = dict[str, Part]
-Tree = dict[str, Any]
 
 
 def as_table(parts: Parts) -> dict[str, list[Any]]:
@@ -174,7 +175,7 @@ class Collected:
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)  # optimizer -> (class, groups as a tree)
     # optimizer -> parameter -> key -> tree, of state that is no tensor
     state: dict[str, dict[str, Tree]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)  # name -> tree
+    objects: Tree = field(default_factory=dict)  # name -> tree
     digests: dict[str, str] = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
     own: dict[str, Parts] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
@@ -189,7 +190,7 @@ class Collected:
                 elif rank == 0:
                     self.parts[tensor] = part
 
-    def trees(self, alike: Collection[str]) -> dict[str, Any]:
+    def trees(self, alike: Collection[str]) -> Tree:
         """Return what rank 0 puts into the index for this rank besides tensors."""
         objects = dict(self.objects)
         for name in alike:
@@ -320,9 +321,9 @@ def collect_together(
 def collect(
     models: Models,
     optimizers: Mapping[str, ShardedOptimizer],
-    objects: Mapping[str, Any],
+    objects: Values,
     rank: int,
-    random: Mapping[str, Any] | None = None,
+    random: Values | None = None,
     *,
     trainable: bool = False,
 ) -> Collected:
@@ -478,7 +479,7 @@ def _add_state(
     name: str,
     divides: str,
     entry: Entry,
-    state: Mapping[str, Any],
+    state: Values,
     single: Collection[str],
     model: str,
     layout: Layout | None,
@@ -521,7 +522,7 @@ ORDERS = "/orders"
 """Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs."""
 
 
-def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
+def _orders(entry: Entry, state: Values) -> dict[str, list[int]]:
     """Return how tensors lie, since products round by it: eigenvectors (SOAP's) column by column."""
     shape = entry.local().shape
     orders = {}
@@ -596,7 +597,7 @@ def told_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[Any]]:
 
 
 def divide(
-    tables: Sequence[Mapping[str, Any]],
+    tables: Sequence[Values],
     call: str,
 ) -> dict[str, TensorInfo]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
@@ -733,7 +734,7 @@ def make_index(
     origin: Origin,
     collected: Collected,
     tensors: dict[str, TensorInfo],
-    trees: Sequence[Mapping[str, Any]],
+    trees: Sequence[Values],
     alike: Collection[str] = (),
 ) -> Index:
     """Return the index of what all ranks hold, but for the save's number and files.
@@ -864,7 +865,7 @@ def as_called(
     call: str,
     models: Iterable[str],
     optimizer: Any,
-    objects: Mapping[str, Any],
+    objects: Values,
     **options: Any,
 ) -> str:
     """Return the call with all that ranks have to agree on, so that they find out where they do not."""
@@ -888,8 +889,8 @@ def as_called(
 def named_objects(
     scheduler: Any,
     scaler: Any,
-    others: Mapping[str, Any],
-) -> dict[str, Any]:
+    others: Values,
+) -> Tree:
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     objects = {}
     if scheduler is not None:
@@ -900,7 +901,7 @@ def named_objects(
     return {name: as_one(value) for name, value in objects.items()}
 
 
-def with_loader(state: Mapping[str, Any], loader: Any, settings: Settings) -> dict[str, Any]:
+def with_loader(state: Values, loader: Any, settings: Settings) -> Tree:
     """Return state by name, with the loader's place in the data among it."""
     if loader is None:
         return dict(state)
@@ -935,7 +936,7 @@ def check_places(scheduler: Any, scaler: Any, call: str) -> None:
         )
 
 
-def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:
+def take_averages(objects: Tree) -> dict[str, EMA]:
     """Take each :class:`fsshard.EMA` out of ``objects``."""
     averages = {}
     for name, value in list(objects.items()):

@@ -25,6 +25,9 @@ from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
 
+MakeBatches = Callable[[], list[list[Any]]]
+"""Makes, per accumulated batch, the batches of the ranks."""
+
 ORDERS = 8
 """Draws of a whole training that runs freely."""
 DRAWS = 32
@@ -127,7 +130,7 @@ def measured_bound(spread: float, largest: float, elements: int, draws: int, dty
     return spread_factor(elements, draws) * max(spread, least)
 
 
-def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
+def measure(shadow: Shadow, recipe: Recipe, batches: MakeBatches, step: int) -> Rounding:
     """Measure the bounds of one step on this process, by a model with its weights and buffers.
 
     ``batches`` makes, per accumulated batch, the ranks' batches; ``step`` seeds the draws.
@@ -175,9 +178,7 @@ def _apart(gradient: Tensor, other: Tensor) -> float:
     return float(difference.abs().max())
 
 
-def _check_samples_stay_apart(
-    base: Draw, shadow: Shadow, batches: Callable[[], list[list[Any]]], bounds: Rounding
-) -> None:
+def _check_samples_stay_apart(base: Draw, shadow: Shadow, batches: MakeBatches, bounds: Rounding) -> None:
     """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
     ranks = len(batches()[0])
     loss = 0.0
@@ -199,7 +200,7 @@ def _check_samples_stay_apart(
             )
 
 
-def _batches_of(batches: Callable[[], list[list[Any]]], rank: int) -> list[Any]:
+def _batches_of(batches: MakeBatches, rank: int) -> list[Any]:
     return [of_ranks[rank] for of_ranks in batches()]
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
+Cells = list[Cell]
+
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 """Columns of the table; the other quantities get one where something differs in them."""
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
@@ -53,7 +55,7 @@ class ParityReport:
     recipe: str
     reference: str
     steps: int
-    cells: list[Cell] = field(default_factory=list)
+    cells: Cells = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
 
@@ -252,9 +254,9 @@ def details(report: ParityReport) -> list[str]:
     return paragraphs
 
 
-def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
+def _alike(cells: Iterable[Cell]) -> list[Cells]:
     """Group cells that were refused or failed for one reason, as all are whose reference failed."""
-    groups: dict[Any, list[Cell]] = {}
+    groups: dict[Any, Cells] = {}
     for cell in cells:
         key: Any = id(cell)
         if cell.verdict in ("refused", "failed"):
@@ -264,7 +266,7 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
     return list(groups.values())
 
 
-def _headline(cells: list[Cell]) -> str:
+def _headline(cells: Cells) -> str:
     """Write ``fsdp, fsdp2 at 2 ranks: failed``."""
     cell = cells[0]
     meaning = MEANINGS.get(cell.verdict, cell.verdict)
@@ -275,7 +277,7 @@ def _headline(cells: list[Cell]) -> str:
     return f"{backends} {preposition} {_ranks(cell)}: {meaning}"
 
 
-def _paragraph(cells: list[Cell]) -> str:
+def _paragraph(cells: Cells) -> str:
     cell = cells[0]
     lines = [_headline(cells)]
     if cell.first_divergence is not None:
@@ -324,7 +326,7 @@ def _agreement(report: ParityReport) -> str:
     return text
 
 
-def _brief(cells: list[Cell]) -> str:
+def _brief(cells: Cells) -> str:
     cell = cells[0]
     text = _headline(cells)
     first = cell.first_divergence
@@ -364,7 +366,7 @@ def figure(report: ParityReport) -> Figure:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    columns: dict[str, list[Cell]] = {}
+    columns: dict[str, Cells] = {}
     for cell in report.cells:
         columns.setdefault(_ranks(cell), []).append(cell)
     if not columns:
@@ -412,7 +414,7 @@ def figure(report: ParityReport) -> Figure:
     return figure
 
 
-def _looks(cells: list[Cell]) -> Looks:
+def _looks(cells: Cells) -> Looks:
     """Return how the lines of each backend are drawn."""
     names = list(dict.fromkeys(cell.backend for cell in cells))
     looks = {}
@@ -439,7 +441,7 @@ def _gaps(cell: Cell, quantity: str) -> list[float]:
     return gaps
 
 
-def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
+def _draw_losses(axes: Axes, cells: Cells, looks: Looks, reference: str) -> None:
     longest = max((cell.steps for cell in cells), key=len, default=[])
     axes.plot(
         [step.reference_loss for step in longest],
@@ -470,7 +472,7 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) ->
 
 def _draw_gaps(
     axes: Axes,
-    cells: list[Cell],
+    cells: Cells,
     looks: Looks,
     quantity: str,
     everywhere: list[float],

@@ -35,6 +35,8 @@ from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 Place = tuple[str, nn.Module]
+Texts = dict[str, str]  # reasons by name
+NamesById = Mapping[int, str]
 """Name and module; a module may have several."""
 
 
@@ -244,7 +246,7 @@ def _recomputed(
     activation_checkpointing: object,
     units: Reasons,
     never: Collection[nn.Module],
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[Texts, Texts]:
     """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
     picked = {}
@@ -279,7 +281,7 @@ def _recomputed(
 def _outermost(
     places: Iterable[Place],
     picked: Reasons,
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[Texts, Texts]:
     """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
     recomputed = {}
     before = {}
@@ -355,7 +357,7 @@ def _complex_owners(table: ModuleTable, complex_names: list[str]) -> list[nn.Mod
     return list(owners)
 
 
-def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> Reasons:
+def _handed_to_autograd(table: ModuleTable, names: NamesById) -> Reasons:
     """Return the modules below one that reads their weights for autograd; nobody chose them as units by name."""
     handed: Reasons = {}
     for reader in readers_of_weights(table.modules.values()):
@@ -424,13 +426,13 @@ def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 def _keep(
     picked: Mapping[nn.Module, str],
-    names: Mapping[int, str],
+    names: NamesById,
     leaks: Collection[int],
     never: Collection[nn.Module],
     handed: Mapping[nn.Module, str],
     *,
     mixed: bool,
-) -> tuple[Reasons, dict[str, str]]:
+) -> tuple[Reasons, Texts]:
     """Return which picked modules can be units, and why the others cannot."""
     kept = {}
     dropped = {}
@@ -496,7 +498,7 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
     return units
 
 
-def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
+def _names_of_units(units: Reasons, names: NamesById) -> dict[int, str]:
     """Return by id, for each module in a unit, the name of the innermost unit that it is in."""
     of_units = {}
     # The innermost units come last, and win.
@@ -509,7 +511,7 @@ def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
 
 def _parameter_infos(
     slots: list[ParameterSlot],
-    of_units: Mapping[int, str],
+    of_units: NamesById,
 ) -> dict[str, ParameterInfo]:
     infos = {}
     seen = set()
@@ -537,7 +539,7 @@ def _parameter_infos(
 
 def _units(
     kept: Reasons,
-    names: Mapping[int, str],
+    names: NamesById,
     infos: Mapping[str, ParameterInfo],
     wide: Collection[str],
     precision: Precision,

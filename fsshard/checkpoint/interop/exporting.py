@@ -20,7 +20,7 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
-from fsshard.checkpoint.format.index import Index, some
+from fsshard.checkpoint.format.index import Index, Tree, Values, some
 from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
@@ -221,7 +221,7 @@ class _Export:
     overwrite: bool
     merged: bool = False
     model: ShardedModule | None = None  # which is exported, if no checkpoint is
-    config: dict[str, Any] = field(default_factory=dict)  # for "hf"
+    config: Tree = field(default_factory=dict)  # for "hf"
 
     @property
     def directory(self) -> Path:
@@ -335,7 +335,7 @@ class _Export:
 
         index = reader.index
         name = self.path.name
-        value: dict[str, Any] = {}
+        value: Tree = {}
         for key, tensor in index.model.keys.items():
             if tensor is not None:
                 value[key] = Placeholder(tensor, index.tensors[tensor])
@@ -377,7 +377,7 @@ class _Export:
 def _state_by_name(
     reader: TensorReader,
     optimizer: str,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Values],
 ) -> dict[Any, Any]:
     """Return the state of an optimizer's parameters by name, with placeholders for tensors."""
     from fsshard.checkpoint.interop.torch_formats import Placeholder
@@ -399,7 +399,7 @@ def _state_by_name(
     return state
 
 
-def _numbered(state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+def _numbered(state: Values, groups: Sequence[Tree]) -> dict[Any, Any]:
     """Number the parameters in the order of the groups, as torch's optimizers do, in these groups too."""
     numbers: dict[str, int] = {}
     for group in groups:
@@ -434,7 +434,7 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     return weights, tied
 
 
-def _config(given: Any) -> dict[str, Any]:
+def _config(given: Any) -> Tree:
     """Return a model's configuration as JSON has it."""
     config: Any = None
     try:

@@ -23,6 +23,8 @@ from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
+Names = dict[str, str]  # of what is tied, or of files, by name
+
 log = logging.getLogger("fsshard")
 KINDS = ("safetensors", "hf", "torch", "dcp", "deepspeed", "neuralop")
 
@@ -123,13 +125,13 @@ def awaited(
     return tensor
 
 
-def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, dict[str, str]]:
+def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, Names]:
     """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said; ``files`` closes what stays open.
 
     Returns the tree; and key -> the key under which the same tensor was saved, where the format ties keys by name.
     A CheckpointError says that it must be unpickled, which runs whatever code it asks for, and is not trusted.
     """
-    tied: dict[str, str] = {}
+    tied: Names = {}
     try:
         if kind == "safetensors":
             return _safetensors(path, files, tied), tied
@@ -141,7 +143,7 @@ def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) ->
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
+def _safetensors(path: Path, files: ExitStack, tied: Names) -> Tree:
     # The Hub's cache holds links, which a checkpoint of ours may not.
     file = files.enter_context(TensorsFile(os.path.realpath(path)))
     for key, first in file.metadata.items():
@@ -158,7 +160,7 @@ def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
     return tree
 
 
-def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) -> Tree:
+def _hf(path: Path, files: ExitStack, tied: Names, trust_pickle: bool) -> Tree:
     names = {entry.name for entry in os.scandir(path)}
     indexes = [name for name in names if HF_INDEXES.fullmatch(name)]
     indexes.sort(key=lambda name: ".bin." in name)
@@ -201,7 +203,7 @@ def _tell_what_is_left(path: Path, names: set[str]) -> None:
         log.warning("%s: not read are %s", path, ", ".join(left))
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> Names:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         value = parse_json(stream.read(MAX_INDEX), str(index))
     files: Any = None
@@ -211,7 +213,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in names:
         if not _is_file_name(name):
             raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files next to it, but {name!r:.100}")
-    return cast(dict[str, str], files)
+    return cast(Names, files)
 
 
 def _is_file_name(name: object) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.checkpoint.format.index import Tree
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.oss.partitioned import local_optimizer
 from fsshard.sharded.module import ShardedModule
@@ -41,7 +42,7 @@ def path_below(path: str, name: str) -> str:
     return name
 
 
-def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
+def plain_names(model: ShardedModule, state: State) -> Tree:
     """Return a model's state dict without the prefixes of wrappers; a shared weight under all its names.
 
     Raises:
@@ -121,7 +122,7 @@ def whole_state(
     names: Names | None,
     *,
     strict: bool,
-) -> dict[str, Any]:
+) -> Tree:
     """Return states of optimizers that number their parameters as one by name, in this optimizer's groups.
 
     ``names`` are those of each group where the states do not say; ``strict`` raises where a part has no state.
@@ -139,7 +140,7 @@ def whole_state(
     if not groups:
         raise StateDictError("an optimizer state without groups")
     named = _names_of_groups(optimizer, states, groups, names)
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Tree] = {}
     for index, (group, members) in enumerate(zip(groups, named, strict=True)):
         numbers = group["params"]
         if len(members) != len(numbers):
@@ -281,7 +282,7 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     raise StateDictError("optimizer state", mismatched=sizes)
 
 
-def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+def _check_complete(optimizer: ShardedOptimizer, state: State) -> None:
     """Raise where trainable parameters have no state: a consolidation lost ranks, or they never had a gradient."""
     missing = []
     for entry in optimizer.entries:
@@ -295,7 +296,7 @@ def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> No
         )
 
 
-def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
+def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[Tree]:
     """Put the old hyper-parameters into this optimizer's groups."""
     hyper_of = {}
     for hyper, names in old:
@@ -334,9 +335,9 @@ def _other_settings(first: State, other: State, index: int) -> Mismatches:
 
 def _as_this_torch(
     optimizer: ShardedOptimizer,
-    state: Mapping[str, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> dict[str, Any]:
+    state: Mapping[str, Tree],
+    groups: list[Tree],
+) -> Tree:
     """Let the optimizer class itself bring a state of older releases to what it works with now."""
     # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
     # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
@@ -353,10 +354,10 @@ def _as_this_torch(
         members.append([empty[name] for name in group["params"]])
     plain = _plain_optimizer(optimizer, members)
     numbered_state = {}
-    awaited: dict[str, dict[str, Any]] = {}
+    awaited: dict[str, Tree] = {}
     for name, item in state.items():
         awaited[name] = {}
-        present: dict[str, Any] = {}
+        present: Tree = {}
         for key, value in item.items():
             # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
             is_awaited = isinstance(value, Tensor) and value.is_meta

@@ -31,6 +31,8 @@ from fsshard.checkpoint.format.index import (
     OptimizerInfo,
     Origin,
     TensorInfo,
+    Tree,
+    Values,
     write_index,
 )
 from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
@@ -124,9 +126,9 @@ class ForeignReader(TensorReader):
         self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
         self.tensors: dict[str, Tensor] = {}  # our name -> tensor of the tree
         self.keys: dict[str, str | None] = {}  # state-dict key -> name, or None
-        self.extra: dict[str, Any] = {}  # state-dict key -> what is no tensor
+        self.extra: Tree = {}  # state-dict key -> what is no tensor
         self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
-        self.objects: dict[str, Any] = {}  # whatever else
+        self.objects: Tree = {}  # whatever else
         self._model_place: Place = ()
         self._prefix = ""  # before every name of the state dict, and taken off
         self._optimizer_nodes: dict[Place, dict[Any, Any]] = {}
@@ -225,7 +227,7 @@ class ForeignReader(TensorReader):
             if self.keys.get(first) is not None:
                 self.keys.setdefault(name, self.keys[first])
 
-    def _plain_without_model(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _plain_without_model(self, state: Tree) -> Tree:
         """Return the state dict without DDP's prefix; say which one all its names still begin with."""
         *_, (self._prefix, plain) = unprefixed(state)
         *_, (common, _) = unprefixed(plain, "")
@@ -235,7 +237,7 @@ class ForeignReader(TensorReader):
             log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
         return plain
 
-    def _state_dicts(self) -> dict[Place, dict[str, Any]]:
+    def _state_dicts(self) -> dict[Place, Tree]:
         """Return by place what can be a state dict: dicts of tensors by text, and of nested ones the largest."""
         places = {}
         for place, node in _mappings(self._tree):
@@ -309,7 +311,7 @@ class ForeignReader(TensorReader):
     def _check_numbers(
         self,
         key: str | None,
-        state: Mapping[str, Any],
+        state: Values,
     ) -> None:
         """Raise for one file of several that DeepSpeed wrote, and where all tensors are empty."""
         is_deepspeeds = self._kind == "torch" and "ds_version" in self._tree
@@ -355,7 +357,7 @@ class ForeignReader(TensorReader):
             kind = class_name(optimizer.optimizer_class)
             self._put_optimizer(name, kind, state["param_groups"], state["state"])
 
-    def _own_names(self, group: Mapping[str, Any]) -> list[Any]:
+    def _own_names(self, group: Values) -> list[Any]:
         """Return the names of a group's parameters as the model's are read, or their numbers."""
         own_names = []
         for name in group.get("param_names", group["params"]):
@@ -364,7 +366,7 @@ class ForeignReader(TensorReader):
             own_names.append(name)
         return own_names
 
-    def _names_parameters(self, node: Mapping[str, Any]) -> bool:
+    def _names_parameters(self, node: Values) -> bool:
         """Return whether an optimizer's state has names for its parameters, and not numbers."""
         names = []
         for group in node["param_groups"]:
@@ -376,9 +378,9 @@ class ForeignReader(TensorReader):
         name: str,
         kind: str,
         groups: list[Any],
-        state: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Values],
     ) -> None:
-        small: dict[str, dict[str, Any]] = {}
+        small: dict[str, Tree] = {}
         for parameter, item in state.items():
             small[parameter] = {}
             for key, value in item.items():
@@ -535,7 +537,7 @@ def _memory_of(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _count_tensors(node: Mapping[str, Any]) -> int:
+def _count_tensors(node: Values) -> int:
     return sum(isinstance(value, Tensor) for value in node.values())
 
 
@@ -558,11 +560,11 @@ def _is_nested(node: Mapping[Any, Any]) -> bool:
 
 def _unflattened(
     optimizer: ShardedOptimizer,
-    node: Mapping[str, Any],
+    node: Values,
     prefix: str,
-) -> dict[str, Any]:
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+) -> Tree:
+    state: dict[str, Tree] = {}
+    groups: dict[str, Tree] = {}
     for path, value in node.items():
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsshard.checkpoint.format.division import Range
-from fsshard.checkpoint.format.index import TensorInfo
+from fsshard.checkpoint.format.index import TensorInfo, Tree
 from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
 from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader
@@ -159,7 +159,7 @@ class _Pickler(pickle.Pickler):
 
 def write_dcp(
     path: Path,
-    value: dict[str, Any],
+    value: Tree,
     reader: TensorReader,
 ) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
@@ -205,7 +205,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return flat.reshape(value.shape)
 
 
-PLAIN: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+PLAIN: Tree = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 PLAIN["collections.OrderedDict"] = collections.OrderedDict
 PLAIN["torch.Size"] = torch.Size
 PLAIN["torch.serialization._get_layout"] = layout_by_name
@@ -217,7 +217,7 @@ OF_DCP |= {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"}
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self._own: dict[str, Any] = {}
+        self._own: Tree = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
@@ -268,7 +268,7 @@ class DcpDirectory:
     def tree(
         self,
         awaited: Awaited,
-    ) -> dict[str, Any]:
+    ) -> Tree:
         """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}

@@ -28,6 +28,8 @@ from fsshard.simulation.worker import errors_in_words
 from fsshard.torch_private.dispatch import TorchDispatchMode
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
+Names = set[str]
+
 PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
 """Arguments of which a plan is made."""
 
@@ -61,9 +63,9 @@ class ModelProfile:
 
     modules: tuple[ModuleFacts, ...]  # the root first, in the model's order
     operators: int = 1  # how many a forward calls
-    layers: set[str] = field(default_factory=set)  # classes of a transformer's layers: the model's own, or torch's
+    layers: Names = field(default_factory=set)  # classes of a transformer's layers: the model's own, or torch's
 
-    def classes_of_units(self, planned: Plan) -> set[str]:
+    def classes_of_units(self, planned: Plan) -> Names:
         """Return the classes of the plan's units, without those of which a module is not called once."""
         names = set(planned.unit_names)
         of_units = {facts.kind for facts in self.modules if facts.name in names}
@@ -114,9 +116,9 @@ def profile_of(job: Job) -> ModelProfile:
         )
 
 
-def _layer_classes(model: nn.Module) -> set[str]:
+def _layer_classes(model: nn.Module) -> Names:
     """Return the classes of a transformer's layers."""
-    names: set[str] = set()
+    names: Names = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     classes = set()
@@ -337,7 +339,7 @@ def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
     return always, others
 
 
-def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[set[str]]:
+def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[Names]:
     """Return classes of several modules that are called once and together weigh much; the largest modules first."""
     by_class: dict[str, list[ModuleFacts]] = {}
     for facts in profile.modules[1:]:
@@ -352,7 +354,7 @@ def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> li
     return [{name} for _, name in sorted(ranking)[:CLASSES]]
 
 
-def recomputations(profile: ModelProfile) -> list[set[str]]:
+def recomputations(profile: ModelProfile) -> list[Names]:
     """Return what ``activation_checkpointing`` can be but nothing: classes of blocks that keep many activations.
 
     First the classes that together keep most of it in pieces: from the root down, the first modules that keep at most
@@ -366,7 +368,7 @@ def recomputations(profile: ModelProfile) -> list[set[str]]:
     return choices
 
 
-def offloadings(choices: list[set[str]]) -> list[Checkpointing]:
+def offloadings(choices: list[Names]) -> list[Checkpointing]:
     """Return how the first of these choices can use host memory: for the blocks' inputs, or for all activations."""
     if not choices:
         return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from fsshard.simulation.estimating import (
 )
 from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
-from fsshard.simulation.simulation import Job
+from fsshard.simulation.simulation import Arguments, Job
 from fsshard.simulation.tuning.arrangements import arrangements
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import (
@@ -229,9 +229,9 @@ class Search:
 
     def __init__(
         self,
-        asked: Mapping[str, Any],
+        asked: Arguments,
         simulator: Simulator,
-        fixed: Mapping[str, Any],
+        fixed: Arguments,
         machine: Machine,
         limit: int | None = None,
         progress: Callable[[int, str], None] | None = None,
@@ -319,7 +319,7 @@ class Search:
 
     # ------------------------------------------------------------------------------------------ the simulations
 
-    def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
+    def job(self, backend: Any, settings: Arguments, **changed: Any) -> Job:
         """Return one simulation, checked, with some arguments changed."""
         asked = {**self._asked, **changed}
         if "mixed_precision" in settings:
@@ -334,7 +334,7 @@ class Search:
         settings = leanest.candidate.settings
         divides = backend_class(backend, self.ranks).facts.divides
         # Each with other settings, and other arguments of the job.
-        ways: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+        ways: dict[str, tuple[Arguments, dict[str, Any]]] = {}
         if "mixed_precision" not in settings:
             ways["mixed_precision='bf16'"] = ({**settings, "mixed_precision": "bf16"}, {})
         if divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
@@ -357,11 +357,11 @@ class Search:
                 yield f"world_size={ranks}", peak
                 return
 
-    def _estimate(self, backend: str, settings: Mapping[str, Any], **changed: Any) -> Estimate:
+    def _estimate(self, backend: str, settings: Arguments, **changed: Any) -> Estimate:
         job = self.job(backend, settings, **changed)
         measured = self._simulator.ask(run_job, job)
-        world_size = changed.get("world_size", self._asked["world_size"])
-        return estimate_of(world_size, job, measured, self._machine)
+        asked = {**self._asked, **changed}
+        return estimate_of(asked["world_size"], job, measured, self._machine)
 
     def _tell(self, text: str) -> None:
         if self._progress is not None:

@@ -30,6 +30,8 @@ from fsshard.torch_private.modules import (
 
 from ._fsdp_state import UnsupportedHere, clean
 
+Place = tuple[nn.Module, str]  # a module, and the name of a parameter in it
+
 
 @dataclass(frozen=True, eq=False)
 class Own:
@@ -37,7 +39,7 @@ class Own:
 
     name: str  # within the wrapper
     shape: torch.Size  # of the whole
-    places: tuple[tuple[nn.Module, str], ...]  # modules that hold it, with the name there; several where it is tied
+    places: tuple[Place, ...]  # modules that hold it, with the name there; several where it is tied
 
 
 class InnerFSDP(TorchFSDP):
@@ -117,7 +119,7 @@ class InnerFSDP(TorchFSDP):
         flat = self.flat
         if flat is None:
             return []
-        tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
+        tied: dict[Place, list[Place]] = {}
         for info in fsdp1.shared_infos_of(flat):
             tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
         return [
@@ -232,7 +234,7 @@ class InnerFSDP(TorchFSDP):
             fsdp1.claim_orig_params(self, False)
 
     @torch.no_grad()
-    def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:
+    def _keep(self, views: dict[Place, Tensor | None]) -> None:
         if fsdp1.handle_of(self) is None:
             return
         for (module, name), view in views.items():  # replaced, be it the parameter or its data

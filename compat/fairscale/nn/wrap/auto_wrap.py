@@ -24,6 +24,7 @@ __all__ = [
 __getattr__ = missing_from(__name__)
 
 Policy = Callable[..., bool]
+Classes = set[type[nn.Module]]
 
 
 def default_auto_wrap_policy(
@@ -32,8 +33,8 @@ def default_auto_wrap_policy(
     unwrapped_params: int,
     module_is_root: bool,
     min_num_params: int = int(1e8),
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    force_leaf_modules: Classes | None = None,
+    exclude_wrap_modules: Classes | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
     """Wrap what has enough parameters that no child's wrapper has already.
@@ -59,8 +60,8 @@ def default_auto_wrap_policy(
 
 
 # The same sets under the function's attributes: users extend a copy, or change them in place.
-_EXCLUDE_WRAP: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
-_FORCE_LEAF: set[type[nn.Module]] = {nn.MultiheadAttention}
+_EXCLUDE_WRAP: Classes = {nn.ModuleList, nn.ModuleDict}
+_FORCE_LEAF: Classes = {nn.MultiheadAttention}
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP  # type: ignore[attr-defined]
 default_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF  # type: ignore[attr-defined]
 
