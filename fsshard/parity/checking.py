@@ -161,7 +161,10 @@ class _RunComparison(StepComparison):
         self.process = 0 if self.joined else run.rank
         self.regrouped = run.joins or self.joined
         # One process has added up the gradients of the ranks' batches as the ranks do.
-        in_order = reference[0].rounding[0].aligned and (run.job.world_size <= 2 or adds_in_tree(run.engine))
+        in_order = reference[0].rounding[0].aligned
+        # Of two ranks there is one order, whatever the engine.
+        if run.job.world_size > 2:
+            in_order = in_order and adds_in_tree(run.engine)
         self.by_leaves = run.leaves > 0 or (self.joined and in_order)
         self.own_engine = not isinstance(run.engine, WrappedEngine)
         alone = run.mesh is None and dist.get_world_size() == 1
@@ -261,7 +264,10 @@ class _RunComparison(StepComparison):
         return self.run.loss_of_all(self.now.loss)
 
     def number_bound(self, quantity: str, got: float) -> float:
-        return self.rounding.loss if quantity == "loss" and self.regrouped and not self.by_leaves else 0.0
+        # On the same samples, or with their sums in the ranks' order, nothing rounds otherwise.
+        if quantity != "loss" or self.by_leaves or not self.regrouped:
+            return 0.0
+        return self.rounding.loss
 
     def norms(self) -> Differences:
         """Compare the norm by which the engine clipped."""
@@ -279,7 +285,7 @@ class _RunComparison(StepComparison):
             # shows the order of its sum: at most a rounding per summand.
             relative = 2.0**-23
             if wide:
-                summands = sum(gradient.numel() for gradient in self.gradients.values())
+                summands = sum(map(Tensor.numel, self.gradients.values()))
                 relative = 2.0**-53 * summands
             ulp = relative * abs(own)
             verdict = "bound" if abs(own - clipped) <= ulp else "different"
@@ -320,9 +326,7 @@ class _RunComparison(StepComparison):
 
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
-        if self.again:
-            return 0.0
-        if self.by_leaves:
+        if self.again or self.by_leaves:
             return 0.0
         # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.regrouped:
@@ -370,6 +374,7 @@ class _RunComparison(StepComparison):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     states[f"{name}: {key}"] = value
+        # What was trained here is compared, and nothing more is computed with it.
         stepped = {name: parameter.detach() for name, parameter in parameters.items()}
         return {"weight": stepped, "state": states}
 
@@ -392,9 +397,7 @@ class _RunComparison(StepComparison):
         """Return the reference's optimizer state after a step, by parameter."""
         states: dict[str, dict[str, Any]] = {}
         recorded = self.ranks[self.process].steps[step]
-        values: dict[str, Any] = {}
-        values |= self._read(step, "state")
-        values |= recorded.plain
+        values = {**self._read(step, "state"), **recorded.plain}
         for name, value in values.items():
             parameter, _, key = name.rpartition(": ")
             states.setdefault(parameter, {})[key] = value
@@ -440,6 +443,7 @@ def _note_causes(
     sizes = {}
     for dim in mesh.mesh_dim_names or ():
         size = mesh[dim].size()
+        # Along a dimension of one rank nothing is divided.
         if size > 1:
             sizes[dim] = size
     losses = step.differences["loss"]
@@ -451,25 +455,22 @@ def _note_causes(
     everyone = dist.group.WORLD
     assert everyone is not None
     # All ranks ask about the same gradients, in one order, since they add them up to find out.
-    names = []
-    for name, item in items.items():
-        if item.verdict == "different":
-            names.append(name)
-    comparable = []
+    comparable = set()
     for name, gradient in gradients.items():
         if name in expected and gradient.shape == expected[name].shape:
-            comparable.append(name)
-    names_of_ranks = per_rank(everyone, (names, comparable))
-    names_to_ask: dict[str, None] = {}
-    for different, _ in names_of_ranks:
-        names_to_ask |= dict.fromkeys(different)
-    for name in names_to_ask:
-        if not all(name in comparable for _, comparable in names_of_ranks):
+            comparable.add(name)
+    different = [name for name, item in items.items() if item.verdict == "different"]
+    names: dict[str, None] = {}
+    for different_there, comparable_there in per_rank(everyone, (different, comparable)):
+        names |= dict.fromkeys(different_there)
+        comparable &= comparable_there
+    for name in names:
+        if name not in comparable:
             continue
         reference = real_view(expected[name]).double()
         gradient = real_view(gradients[name]).double()
         note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
-        if note and items[name].verdict == "different":
+        if note and name in different:
             items[name] = replace(items[name], note=note)
 
 
@@ -517,11 +518,10 @@ def _cause(
     if causes:
         return causes[0]
     length = float(expected.square().sum())
-    if not length:
+    projection = float((gradient * expected).sum())
+    if not length or not projection:
         return ""
-    ratio = float((gradient * expected).sum()) / length
-    if not ratio:
-        return ""
+    ratio = projection / length
     within = bound / abs(ratio) + bound
     if near(gradient / ratio, within):
         return f"it is {ratio:.6g} times what it should be"

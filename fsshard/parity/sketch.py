@@ -173,9 +173,8 @@ def sketch(tensor: Tensor) -> Sketch:
         rows = math.ceil(count / CHUNK)
         width = min(count, CHUNK)
         missing = rows * width - count
-        even = wide
-        if missing:
-            even = torch.nn.functional.pad(wide, (0, missing))
+        # The last chunk of several may be shorter; zeros add nothing to its sums.
+        even = torch.nn.functional.pad(wide, (0, missing)) if missing else wide
         sums = even.view(rows, width) @ signs_in_chunk[:, :width].T
         signs = signs_of_chunks[:, first : first + rows].T
         projections += (signs * sums).sum(0)
