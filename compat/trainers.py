@@ -72,7 +72,8 @@ def wrapped_model_of(model: Any) -> Any:
 
 def split_over(model: nn.Module | None) -> Any:
     """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
-    sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
+    # Where it is not imported nothing is split.
+    sharding = sys.modules.get("fsshard.parallel.domain.sharding")
     if sharding is None or model is None:
         return None
     return sharding.domain_of(model.modules())
@@ -85,7 +86,8 @@ def data_rank_of(settings: Settings) -> DataRank | None:
         ConfigurationError: the mesh's dimensions have names that do not tell which are for data.
     """
     mesh = settings.get("device_mesh")
-    if mesh is None or not (mesh.mesh_dim_names or mesh.ndim == 1):  # replicas and shards need no names
+    # Replicas and shards need no names.
+    if mesh is None or not (mesh.mesh_dim_names or mesh.ndim == 1):
         return None
     return fsshard.data_rank(mesh)
 

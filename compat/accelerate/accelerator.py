@@ -54,8 +54,10 @@ class Accelerator(StateFiles):
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
         parents = check_arguments(args, arguments, fsshard)
         self._former = WeakIdKeyDictionary()
-        self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
-        self._replaced: list[tuple[Optimizer, Optimizer]] = []  # (the user's, the engine's)
+        # Id of what prepare() was given -> what it gives.
+        self._ready: dict[int, Any] = {}
+        # Pairs of the user's optimizer and the engine's.
+        self._replaced: list[tuple[Optimizer, Optimizer]] = []
         parents["cpu"] = bool(parents.get("cpu")) or not torch.accelerator.is_available()
         super().__init__(settings=dict(fsshard), **parents)
         check_state(self)

@@ -18,8 +18,8 @@ from fsshard.errors import ConfigurationError
 
 from ..trainers import Settings, data_rank_of
 
+# As it is before anybody puts ours in its place.
 THEIRS = accelerate.Accelerator
-"""As it is before anybody puts ours in its place."""
 
 ENGINE = 'the engine is named by fsshard={"backend": ...}; leave it out'
 MESH = (
@@ -27,6 +27,7 @@ MESH = (
     "is split over ranks takes fsshard.compat.lightning.FabricStrategy (docs/meshes.md)"
 )
 COMPILE = 'pass fsshard={"compile": True}, which compiles unit by unit'
+# Argument -> what to do.
 INSTEAD = {
     "deepspeed_plugin": ENGINE,
     "deepspeed_plugins": ENGINE,
@@ -37,7 +38,7 @@ INSTEAD = {
     "parallelism_config": MESH,
     "torch_tp_plugin": MESH,
 }
-"""Argument -> what to do."""
+# Variables that accelerate launch sets -> what to do.
 ENVIRONMENT = {
     "ACCELERATE_DYNAMO_BACKEND": COMPILE,
     "ACCELERATE_USE_DEEPSPEED": ENGINE,
@@ -45,16 +46,16 @@ ENVIRONMENT = {
     "ACCELERATE_USE_MEGATRON_LM": ENGINE,
     "ACCELERATE_USE_PARALLELISM_CONFIG": MESH,
 }
-"""Variables that ``accelerate launch`` sets -> what to do."""
+# Arguments of torch's DDP that are arguments of fsshard.wrap, too.
 OURS = ("broadcast_buffers", "find_unused_parameters")
-"""Arguments of torch's DDP that are arguments of ``fsshard.wrap``, too."""
+# Kinds of jobs, in Accelerate's words.
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Kinds of jobs, in Accelerate's words."""
 
 
 def check_settings(settings: Any) -> None:
     """Raise ConfigurationError if what was passed as ``fsshard=`` is no dict of arguments of ``fsshard.wrap``."""
-    taken = ("model", "optimizer", "scheduler")  # which the library hands over
+    # The library hands these over.
+    taken = ("model", "optimizer", "scheduler")
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
         raise ConfigurationError(
             f'fsshard={settings!r}: expected a dict of arguments of fsshard.wrap, such as {{"backend": "fsdp2"}}'

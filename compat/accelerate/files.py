@@ -26,8 +26,8 @@ from ..trainers import State, by_name, by_number
 from .preparing import PreparedOptimizer
 
 log = logging.getLogger("fsshard")
+# Seconds that ranks wait for one another.
 PATIENCE = 300.0
-"""Seconds that ranks wait for one another."""
 
 
 def world() -> dist.ProcessGroup | None:
@@ -78,7 +78,8 @@ def load_models(folder: Path, models: Sequence[nn.Module], *, strict: bool = Tru
     for path, model in zip(paths, models, strict=True):
         if isinstance(model, ShardedModule):
             fsshard.load(path, model, strict=strict, rng=False)
-        elif path.suffix == ".safetensors":  # of a model that was prepared for evaluation
+        elif path.suffix == ".safetensors":
+            # Accelerate writes such a file of a model that was prepared for evaluation.
             load_model(model, path, strict=strict)
         else:
             model.load_state_dict(torch.load(path, "cpu"), strict=strict)
@@ -103,7 +104,8 @@ class StateFiles(accelerate.Accelerator):
 
     def __init__(self, *args: Any, settings: State, **arguments: Any) -> None:
         self._settings = settings
-        self._held: dict[int, State] = {}  # id of a model -> its whole state while files are written
+        # Id of a model -> its whole state while files are written.
+        self._held: dict[int, State] = {}
         super().__init__(*args, **arguments)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> State:
@@ -140,7 +142,8 @@ class StateFiles(accelerate.Accelerator):
             write(model, save_directory, max_shard_size, safe_serialization)
             return
         meet("save_model")
-        stand_in = nn.Module()  # the parent looks for parameters that are elsewhere
+        # The parent looks for parameters that are elsewhere.
+        stand_in = nn.Module()
         self._held[id(stand_in)] = self._to_write(model)
         try:
             agree(world(), lambda: write(stand_in, save_directory, max_shard_size, safe_serialization))

@@ -17,10 +17,10 @@ from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, name_gr
 
 from ..trainers import State, by_name, by_number, split_over
 
+# A model and its optimizers, which go into one call of fsshard.wrap.
 Share = tuple[nn.Module, list[Optimizer]]
-"""A model and its optimizers, which go into one call of ``fsshard.wrap``."""
+# Former parameters of wrapped models -> model and name: an optimizer that was made before may come later.
 Former = MutableMapping[Tensor, tuple["weakref.ref[ShardedModule]", str]]
-"""Former parameters of wrapped models -> model and name: an optimizer that was made before may come later."""
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -35,7 +35,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __init__(self, optimizer: ShardedOptimizer, scaler: Any) -> None:
         kind = optimizer.optimizer_class
-        if callable(getattr(kind, "train", None)):  # and eval(), as of optimizers without a schedule
+        # Optimizers without a schedule have train() and eval().
+        if callable(getattr(kind, "train", None)):
             raise ConfigurationError(
                 f"{kind.__name__}.train() swaps whole weights, which belong to the engine; use an optimizer without it"
             )

@@ -22,8 +22,8 @@ from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
 from ..trainers import State, WrappedModel, whole_states
 
+# Modules that an engine has had that keeps parts of weights: one device may have no room for them.
 divided: WeakSet[nn.Module] = WeakSet()
-"""Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
 
 
 @dataclass
@@ -68,7 +68,8 @@ def _saved(optimizer: ShardedOptimizer) -> State:
     saved = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
     try:
         saved["state"] = whole_states(optimizer, keep=keeps)
-    except OptimizerError as error:  # on every rank; who saves nothing need not know
+    except OptimizerError as error:
+        # It is raised on every rank; who saves nothing need not know.
         saved["refused"] = str(error)
     return saved
 

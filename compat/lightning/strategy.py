@@ -43,8 +43,8 @@ from .plugins import (
 log = logging.getLogger(__name__)
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
+# Names of Lightning 1.x, over FairScale's OSS and ShardedDDP, which Lightning 2.0 left out -> how ranks start.
 FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
-"""Names of Lightning 1.x, over FairScale's OSS and ShardedDDP, which Lightning 2.0 left out -> how ranks start."""
 
 SAVE = "on every rank call trainer.save_checkpoint(file)"
 LOAD = "load it before fit(), or call fit(module, ckpt_path=file)"
@@ -125,7 +125,8 @@ class Strategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Set up as Lightning does, and hand a module that is trained again back before any hook sees it."""
         super().setup_environment()
-        self._waiting, self._restored = None, False  # of a fit that has failed
+        # They may be of a fit that has failed.
+        self._waiting, self._restored = None, False
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -207,8 +208,10 @@ class Strategy(DDPStrategy):
         self._move_all_else(module)
 
     def _move_all_else(self, module: Any) -> None:
-        _update_properties(module, device=self.root_device)  # what module.device says
-        for part in module.modules():  # states that are neither parameters nor buffers
+        # From here on module.device says so.
+        _update_properties(module, device=self.root_device)
+        # Metrics have states that are neither parameters nor buffers.
+        for part in module.modules():
             if isinstance(part, Metric):
                 part.to(self.root_device)
 
@@ -325,7 +328,8 @@ class Strategy(DDPStrategy):
         if self.divides_files:
             return {}
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._wrapped_model is not None:  # another Trainer has given the module back
+        # Another Trainer may have given the module back.
+        if self._wrapped_model is not None:
             inner = self._wrapped_model.left.get(id(inner), inner)
         state: State = inner.state_dict(rank0_only=True)
         return state
@@ -336,7 +340,8 @@ class Strategy(DDPStrategy):
         Raises:
             StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
         """
-        if isinstance(checkpoint, DividedState):  # only now: callbacks have put groups of their own back
+        # Only now: callbacks have put groups of their own back.
+        if isinstance(checkpoint, DividedState):
             load_divided(checkpoint.path, self._sharded, list(self.optimizers))
             return
         states = checkpoint["optimizer_states"]
@@ -376,9 +381,11 @@ class Strategy(DDPStrategy):
             self._hand_back(self._wrapped_model)
         module = self._lightning_module
         optimizers = self.optimizers
-        kept = module is not None and is_managed(module)  # also by another Trainer's strategy
+        # Another Trainer's strategy may manage it, too.
+        kept = module is not None and is_managed(module)
         self.optimizers = []
-        self._lightning_module = None if kept else module  # so that it is not moved to the CPU
+        # Without it the parent does not move it to the CPU.
+        self._lightning_module = None if kept else module
         try:
             super().teardown()
         finally:

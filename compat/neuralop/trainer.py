@@ -110,13 +110,15 @@ class Trainer(neuralop.Trainer):
             n_epochs=n_epochs,
             device=settings.device if device is None else device,
             mixed_precision=mixed_precision,
-            use_distributed=False,  # the parent: DDP(model, device_ids=[rank]), a ValueError on the CPU
+            # With it the parent calls DDP(model, device_ids=[rank]), a ValueError on the CPU.
+            use_distributed=False,
             verbose=verbose and first,
             wandb_log=wandb_log and first,
             **options,
         )
         self.global_loss_reduction = global_loss_reduction
-        self.n_samples: Any = 0  # a number, or within a training epoch one on the device
+        # A number; within a training epoch it is one on the device.
+        self.n_samples: Any = 0
         self._group = settings.group
         self._rank = settings.rank
         self._world_size = settings.world_size
@@ -293,7 +295,8 @@ class Trainer(neuralop.Trainer):
         manifest = {"epoch": self.epoch}
         if self.save_best is not None and self._eval_metrics:
             value = float(self._eval_metrics[self.save_best])
-            if not value < self._best:  # the parent forgets at a resume, and overwrites the best model with a worse one
+            # The parent forgets it at a resume, and overwrites the best model with a worse one.
+            if not value < self._best:
                 return
             self._best = value
             manifest |= {"best_metric": self.save_best, "best_value": value}
@@ -324,7 +327,8 @@ class Trainer(neuralop.Trainer):
             self._best = manifest["best_value"]
         if manifest.get("epoch") is None:
             return
-        self.start_epoch = manifest["epoch"] + 1  # it is saved at the end of its epoch; the parent trains it again
+        # It is saved at the end of its epoch, which the parent trains again.
+        self.start_epoch = manifest["epoch"] + 1
         if self.start_epoch >= self.n_epochs:
             raise ConfigurationError(
                 f"nothing left to train: {save_dir} holds the state after {self.start_epoch} epochs, and "

@@ -62,7 +62,8 @@ def save_training_state(
         if settings.rank:
             return
         files: State = {f"{save_name}_state_dict.pt": weights}
-        if hasattr(model.module, "_init_kwargs"):  # neuralop's BaseModel; from_checkpoint rebuilds the model from it
+        # neuralop's BaseModel has them: from_checkpoint rebuilds the model from them.
+        if hasattr(model.module, "_init_kwargs"):
             files[f"{save_name}_metadata.pkl"] = model.module._init_kwargs
         files |= {f"{name}.pt": state for name, state in states.items()}
         index = {"model": f"{save_name}_state_dict.pt", **{name: f"{name}.pt" for name in states}, **manifest}
@@ -81,7 +82,8 @@ def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if name in plain and (strange := get_unsafe_globals_in_checkpoint(parts[name])):  # a resume refuses them
+            # A resume refuses what torch does not unpickle.
+            if name in plain and (strange := get_unsafe_globals_in_checkpoint(parts[name])):
                 raise ConfigurationError(
                     f"{name} would hold objects that torch.load(weights_only=True) refuses ({', '.join(strange)}); "
                     "nothing was written. Leave them out of that state_dict, or allow them with "

@@ -91,8 +91,10 @@ class Backend(ABC):
         self.groups = {unit.name: unit.parameters for unit in plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self.step = StepState(self.name, self.facts.transitions)
-        self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
-        self._deviates = False  # others are trainable in the latest forward than were to the engine
+        # Whether the engine trains each of them.
+        self._flags = [entry.parameter.requires_grad for entry in self.all]
+        # Whether others are trainable in the latest forward than were to the engine.
+        self._deviates = False
         self.engine = self.shard()
         self.guard: PartsGuard | None = None
         # DTensors on one rank, too: what a script may do must not depend on how many there are.
@@ -287,7 +289,8 @@ class Backend(ABC):
         for entry in entries:
             self.step.left.discard(entry.name)
             if set_to_none:
-                GRAD.__set__(entry.parameter, None)  # past a setter of ours that hears what users drop
+                # Past a setter of ours that hears what users drop.
+                GRAD.__set__(entry.parameter, None)
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
 
@@ -420,6 +423,7 @@ def _is_accumulated(leaf: Tensor) -> bool:
     try:
         return will_execute(node)
     except RuntimeError as error:
-        if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
+        # In torch 2.13 autograd.grad says so where it captures this very leaf.
+        if "running autograd.grad()" not in str(error):
             raise
         return False

@@ -17,8 +17,8 @@ from fsshard.planning.plan import Unit
 if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
+# Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation.
 CALLS = "_fsshard_calls"
-"""Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation."""
 
 
 @dataclass(frozen=True)

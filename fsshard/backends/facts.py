@@ -9,9 +9,9 @@ from typing import Any, Literal
 from fsshard.backends.step_state import TRANSITIONS, Transitions
 from fsshard.planning.plan import Plan
 
+# Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
+# shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2.
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
-"""Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
-shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)

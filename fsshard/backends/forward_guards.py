@@ -21,19 +21,19 @@ from fsshard.complex_params.shard_tensors import shard_tensor
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ModelError
 
+# Attributes that may be asked of a shard: it is the same of the whole weight, or engines and printing need it.
 _ANSWERED = frozenset((
     "dtype", "device", "requires_grad", "grad", "grad_dtype", "is_leaf", "layout", "grad_fn", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_complex", "is_floating_point", "is_inference",
     "get_device", "element_size", "itemsize", "requires_grad_", "register_hook", "retain_grad", "retains_grad",
     "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr", "__hash__", "__repr__", "__format__",
 ))  # fmt: skip
-"""Attributes that may be asked of a shard: it is the same of the whole weight, or engines and printing need it."""
 
+# Views of a shard that may be taken, and are shards themselves: what computes with them is refused.
 _VIEWS = frozenset(("data", "detach", "t", "transpose", "view_as_complex", "view_as_real"))
-"""Views of a shard that may be taken, and are shards themselves: what computes with them is refused."""
 
+# Questions of a property that shows what is stored as a complex weight, as a scalar or as a DTensor.
 _SHOWING = frozenset(("dim", "numel", "reshape", "view_as"))
-"""Questions of a property that shows what is stored as a complex weight, as a scalar or as a DTensor."""
 
 
 class Watched(NamedTuple):
@@ -64,8 +64,8 @@ _ADVICE = (
     "reader and weight into one unit (leave it out of auto_wrap_policy; with auto_wrap_policy=None the model is one "
     "unit), or use backend='fairscale' or 'ddp'"
 )
+# The message where FSDP2 has raised, or returns a sharded tensor.
 READS_SHARD = f"the forward computes with a weight of which this rank holds a part only, a DTensor: {_ADVICE}"
-"""The message where FSDP2 has raised, or returns a sharded tensor."""
 
 
 class LooksAtForwards:
@@ -205,11 +205,11 @@ def _name_of(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
+# Bytes of an element -> integers of that size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> integers of that size."""
 
+# The dict of a module that holds a weight while it is gathered, the key in it, and the user's name.
 Place = tuple[Mapping[str, Any], str, str]
-"""The dict of a module that holds a weight while it is gathered, the key in it, and the user's name."""
 
 
 class GatheredWeights:

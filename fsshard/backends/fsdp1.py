@@ -110,7 +110,8 @@ class FSDP1Backend(TorchShardedBackend):
                 cls.name,
                 f"use {' or '.join(map(repr, HYBRIDS))}, or leave it out, with a mesh of replicas and shards",
             )
-        if settings.sharding_strategy is None and settings.has_replicas:  # the mesh says by itself what it is for
+        # The mesh says by itself what it is for.
+        if settings.sharding_strategy is None and settings.has_replicas:
             return replace(settings, sharding_strategy=HYBRIDS[0])
         return settings
 
@@ -126,10 +127,14 @@ class FSDP1Backend(TorchShardedBackend):
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
         units = {unit.name: unit for unit in plan.units}
-        self._frozen_since: set[str] = set()  # units in which something was frozen after wrap
-        self._twice: set[str] = set()  # units with a flat parameter of what is frozen and one of what is not
-        self._strides: dict[str, tuple[int, ...]] = {}  # of parameters that are not contiguous, 1x1 kernels among them
-        self._orders: dict[str, Order | None] = {}  # of these, in their flat parameter
+        # Units in which something was frozen after wrap.
+        self._frozen_since: set[str] = set()
+        # Units with a flat parameter of what is frozen and one of what is not.
+        self._twice: set[str] = set()
+        # Strides of parameters that are not contiguous, 1x1 kernels among them.
+        self._strides: dict[str, tuple[int, ...]] = {}
+        # The order of their dims in their flat parameter.
+        self._orders: dict[str, Order | None] = {}
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
@@ -205,16 +210,20 @@ class FSDP1Backend(TorchShardedBackend):
             mixed = MixedPrecision(
                 param_dtype=planned.compute,
                 reduce_dtype=settings.precision.reduce or planned.compute,
-                cast_root_forward_inputs=False,  # fsshard.model.precision casts inputs, under every backend alike
-                _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
+                # fsshard.model.precision casts inputs, under every backend alike.
+                cast_root_forward_inputs=False,
+                # The plan has made BatchNorms float32 units.
+                _module_classes_to_ignore=(),
             )
         unit: Any = _unit_class()(
             module,
             sharding_strategy=ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
-            use_orig_params=True,  # aligns parameters to 16 bytes, without which complex views fail; keeps the objects
+            # It aligns parameters to 16 bytes, without which complex views fail, and keeps the objects.
+            use_orig_params=True,
             mixed_precision=mixed,
-            device_id=settings.device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+            # Without it torch 2.13 raises "FSDP needs a non-CPU accelerator device" on the CPU.
+            device_id=settings.device,
             **where,
             **settings.options,
         )
@@ -230,11 +239,14 @@ class FSDP1Backend(TorchShardedBackend):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
-        self._place: dict[str, tuple[Any, int]] = {}  # name -> (flat parameter, index in it)
+        # Name of a parameter -> its flat parameter, and its index in it.
+        self._place: dict[str, tuple[Any, int]] = {}
         self.shard_group = cast(Any, root).process_group
-        self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
+        # Each unit with the handle of its flat parameter.
+        self._handles: list[tuple[Any, Any]] = []
         flats: list[Any] = []
-        weakref.finalize(self, _let_go, flats).atexit = False  # where models are still in use
+        # At the end of the process models are still in use.
+        weakref.finalize(self, _let_go, flats).atexit = False
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = handle_of(unit)
             if handle is None:
@@ -248,7 +260,8 @@ class FSDP1Backend(TorchShardedBackend):
                 if not pad:
                     starts.append(start)
             width = sharded_size(flat).numel()
-            divides = self.shard_group.size() > 1  # FSDP1 does not shard on one rank (NO_SHARD)
+            # FSDP1 does not shard on one rank (NO_SHARD).
+            divides = self.shard_group.size() > 1
             assert not divides or width % 2 == 0, "a shard boundary cuts a complex number"
             inside = [by_parameter[id(parameter)] for parameter in params_of(flat)]
             for index, entry in enumerate(inside):
@@ -348,7 +361,8 @@ class FSDP1Backend(TorchShardedBackend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        if functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
+        # torch 2.13 raises "Cannot access storage of TensorWrapper".
+        if functorch_transforms_active():
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
         self._start_afresh()
 
@@ -357,7 +371,8 @@ class FSDP1Backend(TorchShardedBackend):
 
     def forward_failed(self) -> None:
         root = cast(Any, self.engine)
-        for unit in root.fsdp_modules(root):  # else no_sync() raises "expected to be in states" (torch 2.13)
+        # Without this no_sync() raises "expected to be in states" (torch 2.13).
+        for unit in root.fsdp_modules(root):
             be_idle(unit)
 
     def _start_afresh(self) -> None:
@@ -371,7 +386,8 @@ class FSDP1Backend(TorchShardedBackend):
                 abandon(unit)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        if torch.is_grad_enabled():  # "FSDP does not support gradients of gradients" (torch 2.13)
+        # torch 2.13 raises "FSDP does not support gradients of gradients".
+        if torch.is_grad_enabled():
             raise UnsupportedByBackend("backward(create_graph=True)", self.name, "use backend='fsdp2' or 'fairscale'")
         super().backward_starts(synchronised=synchronised)
 
@@ -412,7 +428,8 @@ class FSDP1Backend(TorchShardedBackend):
         return derivatives
 
     def shows(self, entry: Entry, found: object) -> bool:
-        return found is not None and not isinstance(found, nn.Parameter)  # a view of a gathered unit
+        # It is a view of a gathered unit.
+        return found is not None and not isinstance(found, nn.Parameter)
 
     def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
@@ -474,10 +491,14 @@ class _DerivativePasses:
         self._backend = weakref.ref(backend)
         self._group = backend.settings.group
         self._kept = False
-        self._task: int | None = None  # the graph task of the pass that takes a derivative
-        self._ending: int | None = None  # the one at whose end memory is let go
-        self._passed: list[tuple[Any, Any]] = []  # (unit, handle) that the pass has gone through
-        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # handles to whose flat parameter a hook was added
+        # The graph task of the pass that takes a derivative.
+        self._task: int | None = None
+        # The graph task at whose end memory is let go.
+        self._ending: int | None = None
+        # Each unit that the pass has gone through, with its handle.
+        self._passed: list[tuple[Any, Any]] = []
+        # Handles to whose flat parameter a hook was added.
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def gathering(self) -> contextlib.AbstractContextManager[None]:
         """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
@@ -505,8 +526,10 @@ class _DerivativePasses:
             self._task = task
             self._kept = True
             self._passed.clear()
-            queue_callback(self._put_back)  # a pass that raises does not call it
-        if handle in backend.unit_of:  # the root asks first, and comes again where it has a handle
+            # A pass that raises does not call it, which has_raised() tells.
+            queue_callback(self._put_back)
+        # The root asks first, and comes again where it has a handle.
+        if handle in backend.unit_of:
             self._passed.append((backend.unit_of[handle], handle))
         return True
 
@@ -552,7 +575,8 @@ class _DerivativePasses:
     def gradient_arrives(self, handle: Any, gradient: Tensor) -> None:
         """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
         backend = self._backend()
-        if not self._kept or backend is None or self.takes_derivative(None):  # autograd.grad runs this hook, too
+        # Autograd.grad runs this hook, too.
+        if not self._kept or backend is None or self.takes_derivative(None):
             return
         root = backend.engine
         if not root._post_backward_callback_queued:
@@ -611,8 +635,8 @@ def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *a
     return forward(*args, **kwargs)
 
 
+# The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written.
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
-"""The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written."""
 
 
 def _before_gather(flat: Any, names: list[str]) -> Any:
@@ -701,7 +725,8 @@ def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callab
             changed = change(shown, entry)
             if changed is shown:
                 continue
-            show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
+            # FSDP1 compares by identity what it finds later with what it showed.
+            show(flat, index, changed)
             for slot in entry.slots:
                 stored_in(slot.owner)[slot.stored] = changed
 
@@ -771,9 +796,11 @@ def _unit_class() -> type[nn.Module]:
             @_post_backward_callback_queued.setter
             def _post_backward_callback_queued(self, queued: bool) -> None:
                 self.__dict__["_queued"] = queued
-                if self._passes is not None and queued:  # FSDP1 queues what ends the backward right after
+                # FSDP1 queues what ends the backward right after.
+                if self._passes is not None and queued:
                     queue_callback(self._passes.reduce_the_rest)
-                elif self._passes is not None:  # the last thing in a backward
+                elif self._passes is not None:
+                    # This is the last thing in a backward.
                     self._passes.backward_ends()
 
             def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:

@@ -20,11 +20,11 @@ from fsshard.launching.supervisor import handed
 
 log = logging.getLogger("fsshard")
 
+# The entry-point group: name = module:Class. It is read when a name is asked for that is not known otherwise.
 GROUP = "fsshard.backends"
-"""The entry-point group: ``name = module:Class``. It is read when a name is asked for that is not known otherwise."""
 
+# The backend with which others are compared by default.
 REFERENCE = "ddp"
-"""The backend with which others are compared by default."""
 
 _OURS = {
     "none": "fsshard.backends.none:SingleBackend",

@@ -27,18 +27,19 @@ class Stage(enum.Enum):
     ACCUMULATED = "a backward under no_sync() has begun"
     SPENT = "a backward that reduces has begun, or another pass that keeps no graph"
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, which each look into a table would call
+    # Enum's own is a Python function, which each look into a table would call.
+    __hash__ = object.__hash__
 
 
 Transitions = Mapping[Stage, frozenset[Stage]]
 
 _PASSES = frozenset((Stage.DERIVED, Stage.ACCUMULATED, Stage.SPENT))
 
+# Stage -> the passes through the graph that may begin in it. A forward may begin in any.
 TRANSITIONS: Transitions = dict.fromkeys(Stage, _PASSES)
-"""Stage -> the passes through the graph that may begin in it. A forward may begin in any."""
 
+# The same of an engine that frees gathered weights in a pass, so that the next one needs a forward of its own.
 WEIGHTS_ARE_FREED: Transitions = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
-"""The same of an engine that frees gathered weights in a pass, so that the next one needs a forward of its own."""
 
 
 class StepState:

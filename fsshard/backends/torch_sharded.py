@@ -44,8 +44,10 @@ class UsageTracker:
         self.settings = settings
         self.entries = entries
         self.used: set[str] = set()
-        self._untouched = set(entries)  # no backward has come since their gradients were dropped
-        self._known: list[tuple[dict[int, str], list[Entry]]] = []  # of each hook what it has found out about nodes
+        # Those whose gradients were dropped, and no backward has come since.
+        self._untouched = set(entries)
+        # What each hook has found out about nodes.
+        self._known: list[tuple[dict[int, str], list[Entry]]] = []
         infos = settings.plan.parameters
         for unit in settings.plan.units:
             # FSDP1 has a flat parameter of what is trained, and one of what is not.
@@ -57,8 +59,10 @@ class UsageTracker:
                 units[unit.name].register_forward_pre_hook(self._watch(together))
 
     def _watch(self, own: list[Entry]) -> Callable[..., None]:
-        used, untouched = self.used, self._untouched  # not self: what a hook holds, a parameter would keep forever
-        places: dict[int, str] = {}  # FSDP1: outputs of the node that divides a unit -> names; alike in each forward
+        # A hook does not hold self, which its parameter would keep forever.
+        used, untouched = self.used, self._untouched
+        # Under FSDP1: outputs of the node that divides a unit -> names. They are alike in each forward.
+        places: dict[int, str] = {}
         first: list[Entry] = []  # the one whose view leads to that node
         self._known.append((places, first))
 
@@ -159,7 +163,8 @@ class TorchShardedBackend(Backend):
         cls._check_unit_dtypes(settings)
         cls._check_compilation(settings)
         empty = [name for name, info in settings.plan.parameters.items() if 0 in info.shape]
-        if empty:  # "_chunk_cat expects non-empty tensor" (FSDP2), or no gradient at all (FSDP1), torch 2.13
+        # FSDP2 raises "_chunk_cat expects non-empty tensor", FSDP1 gives no gradient at all (torch 2.13).
+        if empty:
             raise UnsupportedByBackend(
                 f"parameters without elements ({', '.join(empty[:3])})", cls.name, "remove them, or use backend='ddp'"
             )
@@ -203,7 +208,8 @@ class TorchShardedBackend(Backend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
+        # Zeros are a gradient, as they are for DDP.
+        if set_to_none and self.usage is not None:
             self.usage.forget(entries)
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
 State = dict[str, Any]
+# A parameter, and what this rank holds of it, or of a tensor of its shape.
 LocalPart = tuple[Entry, Tensor]
-"""A parameter, and what this rank holds of it, or of a tensor of its shape."""
+# Attribute of an optimizer that has taken a step, or whose state was set: this rank may have no state all the same.
 HAS_BEGUN = "_fsshard_has_begun"
-"""Attribute of an optimizer that has taken a step, or whose state was set: this rank may have no state all the same."""
+# Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company.
 BATCH_BYTES = 2**20
-"""Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company."""
 
 
 def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:

@@ -59,9 +59,10 @@ from fsshard.state_objects import (
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
-Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
+# Name -> what was expected, and what was got.
+Mismatches = dict[str, tuple[object, object]]
+# State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?
 _State = dict[str, tuple[bool, Any]]
-"""State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""
 
 
 Groups = list[dict[str, Any]]
@@ -260,7 +261,8 @@ def _open_together(
         if len(set(identities)) == 1:
             return
     except CheckpointError as error:
-        if channel.lost:  # this error says whom, and no call over the channel can say so again
+        # This error says whom, and no call over the channel can say so again.
+        if channel.lost:
             raise
         failure = error
     replaced = exchange(channel, lambda: channel.rank == 0 and is_replaced())
@@ -542,7 +544,8 @@ class _Load:
             if as_pairs or (as_parameter and key not in single):
                 values = self._stored(entry, tensor)
                 if as_parameter and source is not None and info.dtype == source.dtype:
-                    values = values.to(entry.parameter.dtype)  # as the parameter itself
+                    # It is cast as the parameter itself is.
+                    values = values.to(entry.parameter.dtype)
                 state[key] = (True, values)
             elif info.shape and (divides == "elements" or entry.divided_over):
                 raise CheckpointError(
@@ -699,7 +702,8 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
         for what, restore in reversed(undo):
             try:
                 restore()
-            except Exception as error:  # the others must get theirs back all the same
+            except Exception as error:
+                # The others must get theirs back all the same.
                 log.warning("%s: %s does not accept the state that it had before: %s", first.call, what, error)
         raise
     _each(jobs, _Load.commit_memory)

@@ -249,7 +249,8 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
         entry, backend = entries[parameter]
         is_here = name in local_parts
         if not is_here and backend.facts.divides != "elements":
-            continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
+            # Nor have the ranks that hold other parts of it: the same rank of data owns all.
+            continue
         dtype = BY_NAME[dtype_text]
         nothing = torch.empty(0, dtype=dtype)
         empty = Part(dtype, tuple(shape), (0, 0), nothing)
@@ -397,8 +398,8 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     collected.digests[name] = digest.hexdigest()
 
 
+# Why a checkpoint does not have a key of the model.
 FROZEN = "frozen, and saved with only='trainable'"
-"""Why a checkpoint does not have a key of the model."""
 
 
 def _add_model(
@@ -445,7 +446,8 @@ def _add_model(
             keys[full_key] = f"model/{before}{backend.keys[key]}"
         elif is_plain_tensor(value):
             keys[full_key] = f"model/{full_key}"
-            if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
+            # Buffers may differ between ranks; rank 0's count, as in a state dict.
+            if rank == 0:
                 buffer = controller_of(model).buffers.for_user(key, value)
                 parts[f"model/{full_key}"] = Part.of_all(buffer)
         else:
@@ -466,7 +468,8 @@ def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set
     """Return the keys of state that is one number for a whole parameter, given the shapes of each one's tensors."""
     single = {"step"}
     for entry, shapes in states:
-        if entry.shape.numel() <= 1:  # a 0-dim parameter's shape does not tell
+        # A 0-dim parameter's shape does not tell.
+        if entry.shape.numel() <= 1:
             continue
         for key, shape in shapes.items():
             if len(shape) == 0:
@@ -486,7 +489,8 @@ def _add_state(
 ) -> None:
     local = entry.local()
     if divides == "elements" and not local.numel():
-        return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
+        # What a rank without elements counts (Adagrad's step stays 0 there) means nothing.
+        return
     small: Tree = {}
     collected.state[name][entry.name] = small
     if divides != "elements":
@@ -518,8 +522,8 @@ def _add_state(
             collected.parts[place] = Part.of_all(value.detach())
 
 
+# Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs.
 ORDERS = "/orders"
-"""Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs."""
 
 
 def _orders(entry: Entry, state: Values) -> dict[str, list[int]]:
@@ -956,7 +960,8 @@ def as_one(value: Any) -> Any:
             raise ConfigurationError(
                 "an fsshard.EMA has a keyword of its own, as in ema=ema, slow=slow_ema; got several"
             )
-        ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
+        # A model or an optimizer is no state, and is refused.
+        ours = isinstance(member, (ShardedModule, ShardedOptimizer))
         if ours or not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
             return value
     if members:

@@ -56,7 +56,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
                 "gauss": saved["gauss"],
             }
         )
-    except Exception as error:  # an altered number can make any of the three raise anything
+    except Exception as error:
+        # An altered number can make any of the three raise anything.
         raise CorruptCheckpoint(f"the state of the random number generators is invalid: {error}") from error
     if device.type == "cpu":
         return []

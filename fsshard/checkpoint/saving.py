@@ -38,7 +38,8 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("fsshard")
-LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
+# Seconds between two looks at whether a save that is waited for goes on.
+LOOK_SECONDS = 1.0
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle", "objects"})
 
 
@@ -106,7 +107,8 @@ def save(
     for average in averages.values():
         average.check_alike(channel)
     for sharded in models.values():
-        controller_of(sharded).buffers.sync()  # rank 0's count, as in a state dict
+        # Rank 0's buffers count, as in a state dict.
+        controller_of(sharded).buffers.sync()
         own = sharded.backend.settings
         if own.model_mesh is not None:
             saved = set(sharded.backend.key_order)
@@ -264,7 +266,8 @@ class _Save:
         try:
             copies = self.staging.copy([cast(Tensor, item.data) for item in self.items])
             self.items = [item._replace(data=copy) for item, copy in zip(self.items, copies, strict=True)]
-        except Exception as error:  # the other ranks do not wait for this one here
+        except Exception as error:
+            # The other ranks do not wait for this one here.
             self.uncopied = error
             self.items = []
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
@@ -304,7 +307,8 @@ class _Save:
         index = dataclasses.replace(
             parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
             id=id,
-            ordinal=self.place.newest_ordinal() + 1,  # another job may have saved there meanwhile
+            # Another job may have saved there meanwhile.
+            ordinal=self.place.newest_ordinal() + 1,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
         )
@@ -384,7 +388,8 @@ class SaveHandle:
     def _run(self) -> None:
         try:
             self._job.run()
-        except BaseException as error:  # kept for whoever asks next, in another thread
+        except BaseException as error:
+            # It is kept for whoever asks next, in another thread.
             self._error = error
             if self._thread is not None:
                 log.error("%s failed: %s", self._job.call, error)

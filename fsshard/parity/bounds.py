@@ -25,23 +25,23 @@ from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
 
+# Makes, per accumulated batch, the batches of the ranks.
 MakeBatches = Callable[[], list[list[Any]]]
-"""Makes, per accumulated batch, the batches of the ranks."""
 
+# Draws of a whole training that runs freely.
 ORDERS = 8
-"""Draws of a whole training that runs freely."""
+# Draws of a step with a common start. One process is cheap compared to several ranks, and with more draws the bound
+# is nearer to them: 9 times the largest of 32, of 8 it is 75 times (spread_factor).
 DRAWS = 32
-"""Draws of a step with a common start. One process is cheap compared to several ranks, and with more draws the bound is
-nearer to them: 9 times the largest of 32, of 8 it is 75 times (:func:`spread_factor`)."""
+# Probability that a tensor which differs by rounding alone exceeds the measured bound.
 FALSE_ALARM = 1e-9
-"""Probability that a tensor which differs by rounding alone exceeds the measured bound."""
 
 
+# Why runs on other numbers of ranks are not compared.
 DRAWS_RANDOM_NUMBERS = (
     "the model draws random numbers (dropout?): one process draws different numbers than the ranks do, so only runs "
     "with the same number of ranks can be compared"
 )
-"""Why runs on other numbers of ranks are not compared."""
 
 
 class NotComparable(ConfigurationError):

@@ -40,10 +40,10 @@ from fsshard.parity.trace import (
 )
 from fsshard.parity.training import Bare, Job, Training
 
+# What a rank saw, the names of the parameters, and where it ran.
 Observation = tuple[RankTrace, list[str], dict[str, str]]
-"""What a rank saw, the names of the parameters, and where it ran."""
+# A detail besides DETAILS: tensors without sketches, and the bounds of each step.
 REFERENCE = "reference"
-"""A detail besides :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 
 
 def observe(job: Job, detail: str, draw: int = 0) -> Observation:

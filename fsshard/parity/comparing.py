@@ -38,11 +38,11 @@ from fsshard.parity.report import (
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, mean_loss, read_tensors
 
+# Quantities that another kernel may give other last digits; of the rest nothing but equality is right.
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
-"""Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
 Differences = Iterator[tuple[str, Difference]]
+# Quantity -> name -> tensor, or its sketch.
 Tensors = Mapping[str, Mapping[str, Any]]
-"""Quantity -> name -> tensor, or its sketch."""
 
 
 class StepComparison:
@@ -438,8 +438,8 @@ def _allowed(got: Sketch, draws: Sequence[Sketch]) -> float:
     return bound if math.isfinite(bound) else 0.0
 
 
+# (Accumulated batch, rank) -> digest, and sketches of its tensors.
 Batches = dict[tuple[int, int], tuple[str, dict[str, Sketch]]]
-"""(Accumulated batch, rank) -> digest, and sketches of its tensors."""
 
 
 def all_batches(ranks: Sequence[RankTrace], number: int) -> Batches:

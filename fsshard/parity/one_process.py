@@ -59,8 +59,8 @@ def cuda_states() -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------- module outputs
 
 
+# Module and digest of its output, in order of execution.
 Outputs = list[tuple[str, str]]
-"""Module and digest of its output, in order of execution."""
 
 
 class ForwardWatch:

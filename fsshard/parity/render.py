@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Cells = list[Cell]
 
+# Columns of the table; the other quantities get one where something differs in them.
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
-"""Columns of the table; the other quantities get one where something differs in them."""
+# The table's words for verdicts.
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
-"""The table's words for verdicts."""
+# rich styles of the verdicts. The word is always there too: colour alone tells nobody anything.
 STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
-"""rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
 MEANINGS = {"exact": "equal to the last bit", "bound": "not equal, but within what rounding alone can do"}
+# Cells, or groups of cells that failed alike, that the last line names; it must stay one line.
 MOST_NAMED = 4
-"""Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
 
 
 @dataclass(kw_only=True)

@@ -59,16 +59,16 @@ from fsshard.parity.training import Bare, Job
 from fsshard.planning.text import counted
 from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
+# The backends that are compared unless others are named.
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
-"""The backends that are compared unless others are named."""
+# Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing. On a mesh the
+# cell says so: the same recipe may be trained on another one.
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
-"""Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing. On a mesh the
-cell says so: the same recipe may be trained on another one."""
+# Raised where an engine has no such thing, or a comparison no meaning: the cell says so.
 REFUSALS = (UnsupportedByBackend, MissingExtra, NotComparable)
-"""Raised where an engine has no such thing, or a comparison no meaning: the cell says so."""
 Progress = Callable[[float, float, str], None]
+# Ranks of data, and the mesh that has them, if there is one.
 Place = tuple[int, dict[str, int] | None]
-"""Ranks of data, and the mesh that has them, if there is one."""
 
 
 def compare(
@@ -392,8 +392,8 @@ def _running(
         yield _Runner(ranks, timeout, progress)
 
 
+# Runs a job, shown with a text, and compares it.
 Compared = Callable[[Job, str], Cell]
-"""Runs a job, shown with a text, and compares it."""
 
 
 def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:

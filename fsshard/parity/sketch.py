@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fsshard.errors import RecipeError
 
+# Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root).
 PROJECTIONS = 12
-"""Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root)."""
-CHUNK = 2**16  # elements that have signs of their own; those of the next chunk are the same, or all of them flipped
+# Elements that have signs of their own. Those of the next chunk are the same, or all of them flipped.
+CHUNK = 2**16
 AT_ONCE = 4  # chunks that are multiplied by their signs together
 
 
@@ -39,6 +40,7 @@ def digest(value: Any, *, strict: bool = True) -> str:
     return str(feeder.hasher.hexdigest())
 
 
+# Types whose repr says all.
 WRITTEN = (
     bool,
     int,
@@ -52,7 +54,6 @@ WRITTEN = (
     torch.dtype,
     torch.device,
 )
-"""Types whose ``repr`` says all."""
 
 
 class _Feeder:

@@ -37,10 +37,10 @@ from fsshard.pictures import check_file, replace_file
 from fsshard.recipes.recipe import Recipe
 
 FORMAT, VERSION = "fsshard parity trace", 1
+# How much a trace holds, each with what is before it.
 DETAILS = ("losses", "digests", "tensors")
-"""How much a trace holds, each with what is before it."""
+# The step number under which weights before the first step are kept.
 INITIAL = -1
-"""The step number under which weights before the first step are kept."""
 NamedTensors = dict[str, Tensor]
 Texts = dict[str, str]
 _COMPLEX = "complex:"

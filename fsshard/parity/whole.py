@@ -29,10 +29,10 @@ class Whole:
     quantity: str  # "weight", "buffer" or "state"
 
 
+# Name of a parameter, and what an optimizer keeps for it, or a piece of that.
 States = Iterator[tuple[str, dict[str, Any]]]
-"""Name of a parameter, and what an optimizer keeps for it, or a piece of that."""
+# Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's.
 Units = list[tuple[str, nn.Module]]
-"""Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
 
 
 def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:

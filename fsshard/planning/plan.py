@@ -36,8 +36,8 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 Place = tuple[str, nn.Module]
 Texts = dict[str, str]  # reasons by name
+# Name and module; a module may have several.
 NamesById = Mapping[int, str]
-"""Name and module; a module may have several."""
 
 
 @dataclass(frozen=True, kw_only=True)

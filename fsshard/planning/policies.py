@@ -19,8 +19,8 @@ from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, PrecisionError
 from fsshard.torch_private.modules import classes_of_policy, is_policy, run_policy
 
+# "auto" on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters).
 AUTO_MIN_BYTES = 100_000_000
-"""``"auto"`` on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ def resolve_checkpointing(value: object) -> Checkpointing:
     return checkpointing
 
 
+# Modules that were picked, and why.
 Reasons = dict[nn.Module, str]
-"""Modules that were picked, and why."""
 
 
 def resolve_blocks(table: ModuleTable, policy: object) -> Reasons:

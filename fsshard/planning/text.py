@@ -22,8 +22,8 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(spelled)
 
 
+# Units of sizes and their bytes, the largest first.
 SCALES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-"""Units of sizes and their bytes, the largest first."""
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:

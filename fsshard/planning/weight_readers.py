@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 _LISTS = frozenset(("parameters", "named_parameters"))
+# SomeFunction.apply and torch.autograd.grad: what operators of torch compute with raises by itself.
 _AUTOGRAD = frozenset(("apply", "grad"))
-"""``SomeFunction.apply`` and ``torch.autograd.grad``: what operators of torch compute with raises by itself."""
 
 
 def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -421,10 +421,10 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
     )
 
 
+# A forward, and a backward that takes twice as many flops: what counts as the model's own, whatever is recomputed.
 PASSES = 3
-"""A forward, and a backward that takes twice as many flops: what counts as the model's own, whatever is recomputed."""
+# Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit.
 STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce": "all_to_all"}
-"""Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit."""
 
 
 def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
@@ -440,10 +440,10 @@ def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
     return replace(bounds, payloads=payloads)
 
 
+# gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
+# so where gradients are sent in buffers of their own (to their owners, or in a narrower dtype under replicas), the
+# two largest buffers can live longer than the simulation knows.
 THREADS = 2
-"""gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
-so where gradients are sent in buffers of their own (to their owners, or in a narrower dtype under replicas), the two
-largest buffers can live longer than the simulation knows."""
 
 
 def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:

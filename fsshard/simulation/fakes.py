@@ -33,8 +33,8 @@ from fsshard.torch_private.tensors import storage_key
 
 FILL = torch.ops.aten.fill_.Scalar
 RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again.
 KNOWN_NUMBERS = 2**16
-"""Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
 
 @contextlib.contextmanager
@@ -184,7 +184,8 @@ class Fakes(FakeTensorMode):
         """Put fake tensors in place of real ones in ``value``, however nested."""
         return map_leaves(lambda leaf: self.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
-    left = staticmethod(unset_fake_temporarily)  # context in which tensors are real
+    # A context in which tensors are real.
+    left = staticmethod(unset_fake_temporarily)
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Build a model without memory."""
@@ -193,7 +194,8 @@ class Fakes(FakeTensorMode):
             with _Answers(bool=False), swapped_by(_converted):
                 return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
-            pass  # the model's constructor computes with numbers, so it gets them, once
+            # The model's constructor computes with numbers, so it gets them, once.
+            pass
         with self.left():
             module = build()
         fakes = {}

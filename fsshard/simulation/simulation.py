@@ -46,7 +46,8 @@ from fsshard.wrapping import wrap
 
 Arguments = Mapping[str, Any]  # of wrap(), or fields of a recipe, by name
 
-STEPS = 2  # the optimizer makes its state in the first one; one step is enough after _make_state()
+# The optimizer makes its state in the first one; one step is enough after _make_state().
+STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,15 +36,15 @@ from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
+# A storage is of the first kind that fits.
+#
+# Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units:
+# whole parameters of an engine that keeps shards, and what they are gathered with. Activations: made in a forward and
+# alive when the backward needs them, or made again for it. Temporaries: all else.
 KINDS = (*HELD, "inputs", "activations", "temporaries")
-"""A storage is of the first kind that fits.
 
-Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units: whole
-parameters of an engine that keeps shards, and what they are gathered with. Activations: made in a forward and alive
-when the backward needs them, or made again for it. Temporaries: all else.
-"""
-
-GRANULARITY = {"cuda": 512}  # CUDA's caching allocator hands out multiples of so many bytes
+# CUDA's caching allocator hands out multiples of so many bytes.
+GRANULARITY = {"cuda": 512}
 DEVICE = torch.ops.prim.device.default
 PHASES = ("forward", "backward", "step")
 
@@ -187,7 +187,8 @@ class Tracker(TorchDispatchMode):
         phases = dict.fromkeys(PHASES, 0)
         alive = dict.fromkeys(KINDS, 0)
         highest = dict.fromkeys(KINDS, 0)
-        births: dict[str, _Life] = {}  # per phase the birth at which most bytes were alive
+        # Per phase the birth at which most bytes were alive.
+        births: dict[str, _Life] = {}
         total = 0
         for event, change, kind, born in changes:
             total += change

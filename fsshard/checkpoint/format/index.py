@@ -43,10 +43,13 @@ READ_VERSIONS = (2, 3)  # in version 2 each tensor lists its pieces
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
-MANY_FILES = 64  # above so many each rank looks at its share of a checkpoint's files, and keeps no more of them open
-STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
+# Of more files than these each rank looks at its share, and keeps no more of them open.
+MANY_FILES = 64
+# A tensor is read in steps of so many bytes: the write that follows finds them in the cache.
+STEP_BYTES = 1 << 19
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
+# Every index that fsshard has written begins so.
+_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')
 _ORDINAL = re.compile(rb'"ordinal"\s*:\s*(\d{1,15})\b')
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
@@ -304,7 +307,8 @@ def _beginning(directory: str | os.PathLike[str]) -> bytes:
     try:
         with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
             return stream.read(4096)
-    except CorruptCheckpoint:  # there is none, or a link, a pipe or a folder of that name
+    except CorruptCheckpoint:
+        # There is none, or a link, a pipe or a folder of that name.
         return b""
 
 

@@ -40,7 +40,8 @@ class MergedReader(TensorReader):
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._last = ("", torch.empty(0))
-        self._parts: dict[str, list[str]] = {}  # the tensor's name -> those of base, A, B and alpha
+        # The tensor's name -> those of base, A, B and alpha.
+        self._parts: dict[str, list[str]] = {}
         keys = {}
         own = reader.index.model.keys
         for key, tensor in own.items():

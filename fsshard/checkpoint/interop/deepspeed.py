@@ -22,13 +22,14 @@ Awaited = Callable[[torch.dtype, Shape, Callable[[Range], Tensor]], Tensor]
 
 STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODELS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OTHERS = re.compile(r"(layer_|expp_).*\.pt")  # of pipelines and of mixtures of experts
+# Files of pipelines and of mixtures of experts.
+OTHERS = re.compile(r"(layer_|expp_).*\.pt")
 INSTEAD = "have DeepSpeed's zero_to_fp32.py write the weights, and import those"
 OWN = {"module", "optimizer", "buffer_names", "param_shapes", "shared_params", "ds_config", "ds_version"}
 OWN |= {"frozen_param_shapes", "frozen_param_fragments", "dp_world_size", "mp_world_size", "num_experts"}
 """Keys of a model file that are not the script's, or that are read here."""
+# What DeepSpeed's own Adams keep in their groups; torch's keep the step for each parameter.
 FUSED = {"step", "bias_correction"}
-"""What DeepSpeed's own Adams keep in their groups; torch's keep the step for each parameter."""
 
 
 def zero_folder(path: Path) -> Path | None:

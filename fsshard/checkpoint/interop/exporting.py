@@ -35,10 +35,12 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 FORMATS = ("safetensors", "torch", "dcp", "hf", "peft")
-MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
+# A larger model is divided into several files, as on the Hugging Face Hub.
+MAX_SHARD_BYTES = 5_000_000_000
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
-AVERAGES = parts.class_name(Averages)  # of weights: in a checkpoint the state of an optimizer of this class
+# Averages of weights are, in a checkpoint, the state of an optimizer of this class.
+AVERAGES = parts.class_name(Averages)
 
 
 def export(
@@ -274,7 +276,8 @@ class _Export:
         """Give the files their names."""
         paths = [self.directory / name for name in names]
         for path in paths:
-            if self.format == "dcp" and path.exists():  # a rename replaces no directory that has files
+            # A rename replaces no directory that has files.
+            if self.format == "dcp" and path.exists():
                 os.rename(path, folder / f"{path.name}.old")
             os.replace(folder / path.name, path)
         for path in stale:
@@ -475,7 +478,8 @@ class LiveReader(PieceReader):
         self._group = settings.everyone
         self._rank = settings.overall_rank
         self._device = settings.device
-        controller_of(model).buffers.sync()  # rank 0's count, as in a state dict
+        # Rank 0's buffers count, as in a state dict.
+        controller_of(model).buffers.sync()
         models = {"": model}
 
         def collected() -> parts.Collected:
@@ -540,7 +544,8 @@ class LiveReader(PieceReader):
             at, low, high = request.tolist()
             if at < 0:
                 return
-            part = self._slice(names[at], low, high).to(self._device)  # a step's count is on the CPU
+            # A step's count is on the CPU.
+            part = self._slice(names[at], low, high).to(self._device)
             dist.send(_bytes(part), group=self._group, group_dst=0)
 
 

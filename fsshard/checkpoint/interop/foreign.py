@@ -31,15 +31,17 @@ KINDS = ("safetensors", "hf", "torch", "dcp", "deepspeed", "neuralop")
 MAX_INDEX = 100_000_000
 HF_INDEXES = re.compile(r".+\.(safetensors|bin)\.index\.json")
 HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+# What the Trainer of transformers and Accelerate's save_state put beside the weights.
 HF_PARTS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt")
-"""What the Trainer of transformers and Accelerate's save_state put beside the weights."""
 STATE_FILES = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".ckpt")
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP = b"PK\x03\x04"
 PICKLE = b"\x80"
-READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read: a function of a range
-Tree = dict[Any, Any]  # dicts and lists of values and tensors, as they were saved
+# Attribute of a tensor of the tree that is still to be read: a function of a range.
+READER = "_fsshard_reader"
+# Dicts and lists of values and tensors, as they were saved.
+Tree = dict[Any, Any]
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
@@ -56,7 +58,8 @@ def foreign(path: str | os.PathLike[str]) -> str | None:
         if path.is_file():
             return _kind_of_file(path)
         return None
-    except (OSError, TypeError, ValueError):  # whoever reads it then says what is wrong with the path
+    except (OSError, TypeError, ValueError):
+        # Whoever reads it then says what is wrong with the path.
         return None
 
 
@@ -67,7 +70,8 @@ def _kind_of_directory(path: Path) -> str | None:
     if ".metadata" in names:
         return "dcp"
     if any((path / name / INDEX_FILE).is_file() for name in names):
-        return None  # checkpoints of ours, and what was exported next to them
+        # These are checkpoints of ours, and what was exported next to them.
+        return None
     if zero_folder(path) is not None:
         return "deepspeed"
     if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names):

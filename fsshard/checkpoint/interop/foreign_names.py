@@ -18,15 +18,17 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.modules import CHECKPOINTED, COMPILED
 
-PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel
+# Names of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel begin with it.
+PREFIX = "module."
+# Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in.
 WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
-"""Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in."""
 
-Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
+# Name -> what was expected, and what was got.
+Mismatches = dict[str, tuple[object, object]]
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
+# What was taken off the names of a state dict, and the rest.
 Variant = tuple[str, dict[str, Any]]
-"""What was taken off the names of a state dict, and the rest."""
 
 
 def clean_path(path: str) -> str:
@@ -149,7 +151,8 @@ def whole_state(
         for number, name in zip(numbers, members, strict=True):
             item = state_of_group[index].get(number)
             if not item:
-                continue  # FairScale's load_state_dict leaves {} for what another rank owns
+                # FairScale's load_state_dict leaves {} for what another rank owns.
+                continue
             by_name[name] = {}
             for key, value in item.items():
                 by_name[name][key] = _one_value(name, key, value)
@@ -229,7 +232,8 @@ def _names_of_groups(
                 "this state is of an FSDP model with several wrapped modules, which number the parameters by module; "
                 "pass names=fsdp_names(model, units) with the wrapped modules' names, or names_in_metadata(metadata)"
             )
-        return [list(optimizer.model.backend.entries)]  # one flat parameter is in the model's order
+        # The one flat parameter has the model's order.
+        return [list(optimizer.model.backend.entries)]
     if len(states) > 1:
         raise ConfigurationError("several optimizer states need names=: which parameters each group of each one had")
     expected = [group["params"] for group in groups_by_name(optimizer)]

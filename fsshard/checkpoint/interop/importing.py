@@ -58,11 +58,11 @@ UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
 DEPTH = 4  # of a state dict in the tree, at the most
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
+# Map other programs' names of objects to those of fsshard.load.
 OBJECTS = {
     **dict.fromkeys(("lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict"), "scheduler"),
     **dict.fromkeys(("grad_scaler", "scaler_state_dict", "grad_scaler_state_dict"), "scaler"),
 }
-"""Map other programs' names of objects to those of fsshard.load."""
 
 TELL_NOTHING = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 TELL_NOTHING |= {"initial_lr", "max_lr", "min_lr"}
@@ -123,14 +123,19 @@ class ForeignReader(TensorReader):
         with ExitStack() as files:
             self._tree, self._tied = open_tree(path, kind, files, trust_pickle=trust_pickle)
             self._files = files.pop_all()
-        self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
-        self.tensors: dict[str, Tensor] = {}  # our name -> tensor of the tree
-        self.keys: dict[str, str | None] = {}  # state-dict key -> name, or None
+        # What has been read whole: there can be any number of references to it.
+        self._values: dict[Any, Tensor] = {}
+        # Our name -> tensor of the tree.
+        self.tensors: dict[str, Tensor] = {}
+        # State-dict key -> name, or None.
+        self.keys: dict[str, str | None] = {}
         self.extra: Tree = {}  # state-dict key -> what is no tensor
-        self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
+        # Each has what of its state is no tensor.
+        self.optimizers: dict[str, OptimizerInfo] = {}
         self.objects: Tree = {}  # whatever else
         self._model_place: Place = ()
-        self._prefix = ""  # before every name of the state dict, and taken off
+        # Every name of the state dict begins with it; it is taken off.
+        self._prefix = ""
         self._optimizer_nodes: dict[Place, dict[Any, Any]] = {}
         for place, node in _mappings(self._tree):
             if _is_optimizer(node):
@@ -212,13 +217,15 @@ class ForeignReader(TensorReader):
             plain = plain_names(model, state)
             if self._prefix.replace("module.", ""):
                 log.warning("%s: %r, which begins every name, is taken off", self.directory, self._prefix)
-        by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
+        # What was saved over the same memory shares a tensor.
+        by_memory: dict[Any, str] = {}
         for name, value in plain.items():
             if isinstance(value, Tensor):
                 tensor = by_memory.setdefault(_memory_of(value), f"model/{name}")
                 self.keys[name] = tensor
                 self.tensors.setdefault(tensor, value)
-            elif name != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
+            elif name != NEURALOP_ARGUMENTS:
+                # neuralop's state dicts have a constructor's arguments, too, which are no weight.
                 self.keys[name] = None
                 self.extra[name] = value
         if model is not None:
@@ -334,7 +341,8 @@ class ForeignReader(TensorReader):
         for place, node in nodes.items():
             if place:
                 by_name[str(place[-1])] = node
-        if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
+        # They are taken in their order then, where there are as many.
+        if not all(name in by_name for name in optimizers):
             if len(optimizers) != len(nodes):
                 names = [_dotted(place) or "itself" for place in nodes]
                 places = ", ".join(names) or "none"
@@ -445,7 +453,8 @@ class ForeignReader(TensorReader):
         for name, value in list(self.objects.items()):
             try:
                 self.objects[name] = tree(value, f"objects/{name}")
-            except CheckpointError as error:  # objects of somebody's classes; the model and its optimizers have none
+            except CheckpointError as error:
+                # Objects of somebody's classes; the model and its optimizers have none.
                 log.warning("%s: %r is left out: %s", self.directory, name, error)
                 del self.objects[name]
 
@@ -461,7 +470,8 @@ class ForeignReader(TensorReader):
         sizes = [(file.name, file.stat().st_size) for file in files]
         seen = repr([sizes, infos])
         self.index = Index(
-            id=hashlib.sha256(seen.encode()).hexdigest(),  # the same on all ranks that see the same
+            # It is the same on all ranks that see the same.
+            id=hashlib.sha256(seen.encode()).hexdigest(),
             # Saves of this run come after whatever is there: loading tells them this number.
             ordinal=newest_ordinal(path.absolute().parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),

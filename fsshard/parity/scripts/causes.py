@@ -33,8 +33,8 @@ from fsshard.parity.scripts.store import ScriptTrace
 
 FAIRSCALE = "ShardedDataParallel"
 Steps = Sequence[int]
+# Name of a copy of the weights -> its digests.
 Copies = dict[str, set[str]]
-"""Name of a copy of the weights -> its digests."""
 
 
 def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = False) -> list[str]:

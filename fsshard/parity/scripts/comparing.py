@@ -20,13 +20,14 @@ from fsshard.parity.trace import INITIAL, RankTrace, Step, Texts, Trace
 from fsshard.parity.trace import changes as changes_of_environment
 from fsshard.planning.text import counted
 
+# Quantities whose numbers make the verdict, beside the facts of step_causes.py.
 DECIDING = ("initial weight", "weight", "state", "buffer")
-"""Quantities whose numbers make the verdict, beside the facts of step_causes.py."""
 HINT = (
     "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
     "otherwise bound it; record it with fsshard trace --repeat 8"
 )
-LEAST_REPEATS = 4  # the largest distance among fewer runs says too little about the next one's
+# The largest distance among fewer runs says too little about the next one's.
+LEAST_REPEATS = 4
 ByQuantity = dict[str, Sketches]
 MOST_RENAMED = 4  # lines of names that moved
 

@@ -9,8 +9,8 @@ from fsshard.parity.scripts.facts import COPY
 from fsshard.parity.scripts.store import ScriptTrace, Sketches, in_model
 from fsshard.parity.sketch import Sketch
 
+# Name -> a parameter before the first step, and after the last.
 Sides = Mapping[str, tuple[Sketch, Sketch]]
-"""Name -> a parameter before the first step, and after the last."""
 Kinds = dict[Any, list[str]]
 Rename = Callable[[str], str]
 Names = dict[str, str]

@@ -223,8 +223,8 @@ class TuneResult:
         save_picture(figure(self), path)
 
 
+# Peaks that differ by a thousandth are as good as equal, so that what they cost decides.
 NEGLIGIBLE = 1.001
-"""Peaks that differ by a thousandth are as good as equal, so that what they cost decides."""
 
 
 def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
@@ -239,15 +239,15 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     return min(fitting, key=lambda one: (one.cost, one.peak), default=None)
 
 
+# Markers of the plans that are always tried, in their order.
 MARKERS = "sDv^<>PXdphH8"
-"""Markers of the plans that are always tried, in their order."""
 
+# Name of an axis that peaks are drawn against -> its value for a plan.
 AXES: dict[str, Callable[[Tried], float]] = {
     "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
     "sent by a rank per step, in units of the parameters' bytes": lambda one: one.sent_share,
     "collectives per step": lambda one: one.collectives,
 }
-"""Name of an axis that peaks are drawn against -> its value for a plan."""
 
 
 def figure(result: TuneResult) -> Figure:

@@ -30,18 +30,18 @@ from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
 Names = set[str]
 
+# Arguments of which a plan is made.
 PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
-"""Arguments of which a plan is made."""
 
+# Sizes of units that are tried: the parameters' bytes over 8, over 64 and so on, and at last any module that owns
+# parameters.
 STEP = 8
-"""Sizes of units that are tried: the parameters' bytes over 8, over 64 and so on, and at last any module that owns
-parameters."""
+# Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations).
 SHARE = 0.25
-"""Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations)."""
+# The most classes that are tried.
 CLASSES = 3
-"""The most classes that are tried."""
+# A module that keeps a smaller share of the activations is not worth computing again.
 LEAST = 0.01
-"""A module that keeps a smaller share of the activations is not worth computing again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +178,10 @@ class _Profiler(TorchDispatchMode):
         self.operators = 0
         self.calls: Counter[int] = Counter()  # by the module's id
         self.saved: defaultdict[int, dict[int, int]] = defaultdict(dict)  # module -> storage -> bytes
-        self._stack: list[tuple[int, set[int]]] = []  # module at work, and the storages that it was given
-        self._kept: list[Tensor] = []  # so that no storage is freed, and its address given to another
+        # The modules at work, and the storages that each was given.
+        self._stack: list[tuple[int, set[int]]] = []
+        # They are kept, so that no storage is freed, and its address given to another.
+        self._kept: list[Tensor] = []
         self._parameters = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -45,13 +45,14 @@ from fsshard.simulation.tuning.search_space import (
 )
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
+# How often the ranks are doubled to find out how many would do.
+WORLDS_AHEAD = 3
 # Finer units are tried until so many have not brought the peak down to this share of it.
 PATIENCE = 2
 LESS = 0.99
+# How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
+# seconds' worth: the same search finds the same everywhere.
 WORK = 24_000
-"""How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
-seconds' worth: the same search finds the same everywhere."""
 FEWEST = 12
 MOST = 40
 
@@ -243,9 +244,12 @@ class Search:
         self._machine = machine
         self._limit = limit
         self.tried: list[Tried] = []  # in order
-        self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
-        self.failed: dict[str, str] = {}  # candidates that cannot be, and why
-        self.error: FsshardError | None = None  # the first one of a simulation
+        # Names of candidates that are always tried -> what they turned out to be.
+        self.aliases: dict[str, Tried] = {}
+        # Candidates that cannot be, and why.
+        self.failed: dict[str, str] = {}
+        # The first error of a simulation.
+        self.error: FsshardError | None = None
         self._seen: dict[Any, Tried | None] = {}
         self._plans: dict[tuple[str, ...], Plan | str] = {}
         self._space = Tunable()  # of the backend that is searched, and whether it divides parameters

@@ -45,19 +45,20 @@ class UnsupportedHere(UnsupportedByBackend, NotImplementedError):
         super().__init__(setting, "fsdp", alternative)
 
 
+# Attribute of what is wrapped, in FairScale's wrapper and in torch's.
 INNER = "_fsdp_wrapped_module"
-"""Attribute of what is wrapped, in FairScale's wrapper and in torch's."""
+# FairScale's name of a wrapper's flat parameter.
 FLAT = "flat_param_0"
-"""FairScale's name of a wrapper's flat parameter."""
 
-_LEVELS = f"{INNER}.{INNER}."  # FairScale's wrapper, torch's wrapper, the user's module
+# FairScale's wrapper, torch's wrapper, the user's module.
+_LEVELS = f"{INNER}.{INNER}."
 
 Shapes = list[tuple[str, torch.Size]]
 State = dict[str, Any]
 Mismatches = dict[str, tuple[object, object]]
 
+# The FullyShardedDataParallels of a model, the outermost first, with their clean paths.
 Wrappers = Sequence[tuple[str, Any]]
-"""The FullyShardedDataParallels of a model, the outermost first, with their clean paths."""
 
 
 def clean(path: str) -> str:

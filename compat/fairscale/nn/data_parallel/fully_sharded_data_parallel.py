@@ -145,7 +145,8 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = process_group or dist.group.WORLD
         self.process_group = self.process_group_reduce_scatter = group
         if isinstance(self.process_group, dist.ProcessGroup):
-            watchdog.join()  # ranks that wait for this one can find out where it is
+            # Ranks that wait for this one can find out where it is.
+            watchdog.join()
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
@@ -294,7 +295,8 @@ class FullyShardedDataParallel(nn.Module):
         """Run the module on its whole parameters."""
         engine = self._fsdp_wrapped_module
         self._lazy_init()
-        outermost = self._is_root and current_graph_task_id() == -1  # and no recomputation in a backward
+        # A recomputation in a backward is no forward of the outermost one.
+        outermost = self._is_root and current_graph_task_id() == -1
         if outermost:
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
@@ -581,7 +583,8 @@ class FullyShardedDataParallel(nn.Module):
             with_module_buffers: take the buffers of the first.
             strict: raise StateDictError for what the metadata names and is not there; else it is left out.
         """
-        from ....fairscale_checkpoints import consolidate  # not at the top: it needs the engines
+        # It needs the engines, so it is not imported at the top.
+        from ....fairscale_checkpoints import consolidate
 
         return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
@@ -677,7 +680,8 @@ def _mark(wrapper: Any, before: Iterable[Named]) -> None:
                 "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
                 "or wrap with flatten_parameters=False",
             )
-    if wrapper.world_size > 1:  # torch's clip_grad_norm_ would take another norm on each rank
+    # torch's clip_grad_norm_ would take another norm on each rank.
+    if wrapper.world_size > 1:
         count_owners(wrapper)
         for parameter in wrapper.params:
             parameter._fsshard_clip_with = (

@@ -135,7 +135,8 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     if not ConfigAutoWrap.in_autowrap_context:
         return module
     wrapper: Any = ConfigAutoWrap.wrapper_cls
-    if isinstance(wrapper, type):  # a function such as checkpoint_wrapper leaves no trace of its own to look for
+    # A function such as checkpoint_wrapper leaves no trace of its own to look for.
+    if isinstance(wrapper, type):
         for name, child in module.named_modules():
             if isinstance(child, wrapper):
                 raise MisuseError(
@@ -169,7 +170,8 @@ class ConfigAutoWrap(ContextDecorator):
         """Put settings in force."""
         if ConfigAutoWrap.in_autowrap_context:
             raise NestedContext("enable_wrap inside of enable_wrap; leave the outer one first")
-        if "wrapper_cls" not in kwargs:  # checked first: FairScale 0.4.13 stays in the context for good after this
+        # This is checked first: FairScale 0.4.13 stays in the context for good after it.
+        if "wrapper_cls" not in kwargs:
             raise MisuseError("enable_wrap needs wrapper_cls=, the class that wraps a module")
         settings = dict(kwargs)
         ConfigAutoWrap.move_module_cuda_half = bool(settings.pop("move_module_cuda_half", False))
