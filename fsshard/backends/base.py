@@ -25,7 +25,6 @@ from fsshard.backends.facts import EngineFacts
 from fsshard.backends.part_guards import PartsGuard
 from fsshard.backends.settings import Settings
 from fsshard.backends.step_state import Stage, StepState
-from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
@@ -97,8 +96,9 @@ class Backend(ABC):
         self._deviates = False
         self.engine = self.shard()
         self.guard: PartsGuard | None = None
+        is_flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
         # DTensors on one rank, too: what a script may do must not depend on how many there are.
-        if self.facts.has_dtensors or has_no_shapes(self):
+        if self.facts.has_dtensors or is_flat:
             parameters = [entry.parameter for entry in self.all]
             self.guard = PartsGuard(module, parameters, torchs_own=self.facts.has_dtensors)
 

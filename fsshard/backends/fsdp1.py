@@ -122,6 +122,7 @@ class FSDP1Backend(TorchShardedBackend):
         self._told = False
         # (parent, child's name, wrapper, the child)
         self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        # A module has several places where it is shared.
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in modules.values():
             for name, child in parent._modules.items():
@@ -141,13 +142,13 @@ class FSDP1Backend(TorchShardedBackend):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             self._passes = _DerivativePasses(self)
             with even_shards(self._passes):
+                # Children first, the root last.
                 for name in (*plan.unit_names, ""):
                     module = modules[name]
-                    wrapper = self._wrapped(units[name], module)
+                    root = self._wrapped(units[name], module)
                     for parent, key in places.get(id(module), ()):
-                        parent._modules[key] = wrapper
-                        self._wrappers.append((parent, key, wrapper, module))
-        root = wrapper
+                        parent._modules[key] = root
+                        self._wrappers.append((parent, key, root, module))
         cast(Any, root)._passes = self._passes
         self._layout(root)
         self._watch(root)
@@ -765,82 +766,84 @@ def _of_wrapped(dictionary: str) -> property:
     return property(lambda unit: getattr(unit._modules.get(WRAPPED), dictionary, {}), lambda unit, value: None)
 
 
+class _Unit(nn.Module):
+    """FSDP1's module with attribute writes reaching the wrapped one, and with hooks on what outputs are views of."""
+
+    # Of the root, as the next three.
+    _looks: LooksAtForwards | None = None
+    _written: _WrittenGuard
+    _reads: ReadsGuard | None = None
+    _passes: _DerivativePasses | None = None
+    # Who goes through the model by name finds what a unit wraps, under the user's name, and not
+    # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
+    # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
+    _parameters: Any = _of_wrapped("_parameters")
+    _buffers: Any = _of_wrapped("_buffers")
+
+    @property
+    def _post_backward_callback_queued(self) -> bool:
+        if self.__dict__.get("_queued"):
+            return True
+        # By this the root leaves the end of a derivative pass to _DerivativePasses.
+        return self._passes is not None and self._passes.takes_derivative(None)
+
+    @_post_backward_callback_queued.setter
+    def _post_backward_callback_queued(self, queued: bool) -> None:
+        self.__dict__["_queued"] = queued
+        # FSDP1 queues what ends the backward right after.
+        if self._passes is not None and queued:
+            queue_callback(self._passes.reduce_the_rest)
+        elif self._passes is not None:
+            # This is the last thing in a backward.
+            self._passes.backward_ends()
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        unit = cast(Any, self)
+        yield from unit.fsdp_modules(unit)
+        yield from super().modules(remove_duplicate)
+
+    def named_children(self) -> Any:
+        return wrapped_by(self).named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        yield wrapped_by(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        since = forward_begins()
+        handle = handle_of(self)
+        if handle is not None and not handle.flat_param.requires_grad and torch.is_grad_enabled():
+            # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
+            # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
+            args, kwargs = without_leaves(args, kwargs)
+        with contextlib.ExitStack() as guards:
+            if self._looks is not None and self._looks.begin():
+                guards.enter_context(self._written)
+                if self._reads is not None:
+                    guards.enter_context(self._reads)
+            output = super().forward(*args, **kwargs)
+        hook_bases(self, output, since)
+        return output
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP1 forwards reads but not writes: fno_blocks.n_modes = ..., whose setter writes convs[i].n_modes, would
+        # change the wrapper and not the convolution, silently (torch 2.13).
+        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+            inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+            if inner is not None and hasattr(inner, name):
+                setattr(inner, name, value)
+                return
+        super().__setattr__(name, value)
+
+
+@functools.cache
 def _unit_class() -> type[nn.Module]:
-    """FSDP1 with attribute writes reaching the wrapped module, and with hooks on what outputs are views of.
+    # It takes a second to import, and is imported when an engine is asked for.
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    FSDP1 forwards reads but not writes: ``fno_blocks.n_modes = ...``, whose setter writes ``convs[i].n_modes``, would
-    change the wrapper and not the convolution, silently (torch 2.13).
-    """
-    global _cached_unit_class
-    if _cached_unit_class is None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    class FSDPUnit(_Unit, FullyShardedDataParallel):
+        """What is above comes before what FSDP1 itself does."""
 
-        class FSDPUnit(FullyShardedDataParallel):
-            _looks = None  # of the root, as the next three
-            _written: _WrittenGuard
-            _reads = None
-            _passes = None
-            # Who goes through the model by name finds what a unit wraps, under the user's name, and not
-            # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
-            # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
-            _parameters: Any = _of_wrapped("_parameters")
-            _buffers: Any = _of_wrapped("_buffers")
-
-            @property
-            def _post_backward_callback_queued(self) -> bool:
-                if self.__dict__.get("_queued"):
-                    return True
-                # By this the root leaves the end of a derivative pass to _DerivativePasses.
-                return self._passes is not None and self._passes.takes_derivative(None)
-
-            @_post_backward_callback_queued.setter
-            def _post_backward_callback_queued(self, queued: bool) -> None:
-                self.__dict__["_queued"] = queued
-                # FSDP1 queues what ends the backward right after.
-                if self._passes is not None and queued:
-                    queue_callback(self._passes.reduce_the_rest)
-                elif self._passes is not None:
-                    # This is the last thing in a backward.
-                    self._passes.backward_ends()
-
-            def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-                return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
-
-            def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-                yield from (*FullyShardedDataParallel.fsdp_modules(self), *super().modules(remove_duplicate))
-
-            def named_children(self) -> Any:
-                return wrapped_by(self).named_children()
-
-            def children(self) -> Iterator[nn.Module]:
-                yield wrapped_by(self)
-
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                since = forward_begins()
-                handle = handle_of(self)
-                if handle is not None and not handle.flat_param.requires_grad and torch.is_grad_enabled():
-                    # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
-                    # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
-                    args, kwargs = without_leaves(args, kwargs)
-                with contextlib.ExitStack() as guards:
-                    if self._looks is not None and self._looks.begin():
-                        guards.enter_context(self._written)
-                        if self._reads is not None:
-                            guards.enter_context(self._reads)
-                    output = super().forward(*args, **kwargs)
-                hook_bases(self, output, since)
-                return output
-
-            def __setattr__(self, name: str, value: Any) -> None:
-                if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
-                    inner = self.__dict__.get("_modules", {}).get(WRAPPED)
-                    if inner is not None and hasattr(inner, name):
-                        setattr(inner, name, value)
-                        return
-                super().__setattr__(name, value)
-
-        _cached_unit_class = FSDPUnit
-    return _cached_unit_class
-
-
-_cached_unit_class: type[nn.Module] | None = None
+    return FSDPUnit

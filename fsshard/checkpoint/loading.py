@@ -163,67 +163,67 @@ def load(
         rng=rng,
         trust_pickle=trust_pickle,
     )
-    if key is not None and not isinstance(key, str):
-        raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
-    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
-        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
+    _check_options(call, key, objects)
     models = name_models(model, "fsshard.load")
-    channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
+    settings = next(iter(models.values())).backend.settings
+    channel = Channel.of(settings.everyone)
     wait_for_saves()
     classes = by_class_name(objects)
-    settings = next(iter(models.values())).backend.settings
     targets = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
-    called = parts.as_called(
-        call,
-        models,
-        optimizer,
-        targets,
-        strict=strict,
-        verify=verify,
-        rng=rng,
-        key=key,
-    )
+    called = parts.as_called(call, models, optimizer, targets, strict=strict, verify=verify, rng=rng, key=key)
     channel.arrive(called, timeout, call)
     averages = parts.take_averages(targets)
+    jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
+    # What belongs to no model is the first one's to load.
+    first = jobs[0]
+    first.targets = targets
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
-        # What belongs to no model is the first one's to load.
-        jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
-        jobs[0].targets = targets
 
         def opened(kind: str | None, place: str) -> str:
             parts.check_places(scheduler, scaler, call)
             optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
-                for name, one in optimizers.items():
-                    if one.model is job.model:
-                        job.optimizers[name] = one
-            if kind is None:  # it is ours
-                if key is not None:
-                    raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
+                job.take_own(optimizers)
+            _check_kind(kind, key, models, call)
+            if kind is None:
                 own_reader = Reader.of(place, channel.rank, channel.size)
                 reader: Reader | ForeignReader = until_done.enter_context(own_reader)
-            elif any(models):
-                raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:
                 reader = until_done.enter_context(ForeignReader(Path(place), kind, trust_pickle=trust_pickle))
-                reader.add_for(jobs[0].model, jobs[0].optimizers, key, strict=strict)
+                reader.add_for(first.model, first.optimizers, key, strict=strict)
             # From here on all files are open, if there are not too many, and no save takes them away.
             reader.check_headers(channel.rank, channel.size)
             chosen = choose_models(reader.index, models, call)
             for job in jobs:
-                job.reader = copy.copy(reader)  # over the same open files
+                # Over the same open files.
+                job.reader = copy.copy(reader)
                 job.reader.index = chosen[job.name]
             return reader.index.id
 
         _open_together(channel, path, opened, call)
         exchange(channel, lambda: _each(jobs, _Load.check))
         if verify:
-            exchange(channel, lambda: jobs[0].reader.verify(channel.rank, channel.size), timeout)
+            exchange(channel, lambda: first.reader.verify(channel.rank, channel.size), timeout)
         exchange(channel, lambda: _each(jobs, _Load.read), timeout)
         _commit(jobs, channel, rng)
     return _result(jobs)
+
+
+def _check_options(call: str, key: object, objects: object) -> None:
+    if key is not None and not isinstance(key, str):
+        raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
+    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
+        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
+
+
+def _check_kind(kind: str | None, key: str | None, models: Collection[str], call: str) -> None:
+    """Raise for what does not go with a checkpoint of ours (None), or with one of another program's kind."""
+    if kind is None and key is not None:
+        raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
+    if kind is not None and any(models):
+        raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
 
 
 def _open_together(
@@ -302,6 +302,12 @@ class _Load:
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     random: Any = None
+
+    def take_own(self, optimizers: Mapping[str, ShardedOptimizer]) -> None:
+        """Take the optimizers of the model."""
+        for name, optimizer in optimizers.items():
+            if optimizer.model is self.model:
+                self.optimizers[name] = optimizer
 
     def check(self) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""

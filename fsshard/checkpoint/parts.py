@@ -415,14 +415,7 @@ def _add_model(
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
     raw = dict(raw_state_dict(backend))
     raw.pop(NEURALOP_ARGUMENTS, None)
-    frozen = set()
-    if trainable:
-        for entry in backend.all:
-            if not entry.parameter.requires_grad:
-                frozen.add(entry.name)
-        for key, value in raw.items():
-            if value in backend.settings.ignored and not value.requires_grad:
-                frozen.add(key)
+    frozen = _frozen_names(backend, raw) if trainable else set()
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
@@ -462,6 +455,18 @@ def _add_model(
         first = before + entry.name
         for slot in entry.slots[1:]:
             collected.tied[before + slot.name] = first
+
+
+def _frozen_names(backend: Backend, raw: Values) -> set[str]:
+    """Return the names of frozen parameters, and the keys of those that the engine does not have."""
+    frozen = set()
+    for entry in backend.all:
+        if not entry.parameter.requires_grad:
+            frozen.add(entry.name)
+    for key, value in raw.items():
+        if value in backend.settings.ignored and not value.requires_grad:
+            frozen.add(key)
+    return frozen
 
 
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
-from fsshard.pictures import COLOURS, FAINT, GREY, check_picture, save_picture
+from fsshard.pictures import COLOURS, FAINT, GREY, check_picture, save_picture, style_axes
 from fsshard.planning.text import aligned, counted
 
 if TYPE_CHECKING:
@@ -396,14 +396,12 @@ def figure(report: ParityReport) -> Figure:
         _draw_losses(top, cells, looks, report.reference)
         for row, quantity in enumerate(gaps, 1):
             _draw_gaps(grid[row, column], cells, looks, quantity, gaps[quantity])
+        short = ranks.partition(" ")[0]
         for row, panel in enumerate(panels):
             axes = grid[row, column]
-            short = ranks.partition(" ")[0]
             axes.set_label(f"{panel}, {short}")
             axes.set_ylabel(PANELS[panel] if column == 0 else "")
-            axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            style_axes(axes)
             axes.tick_params(color=GREY, labelsize=9)
         top.xaxis.set_major_locator(MaxNLocator(integer=True))
         top.set_title(ranks, fontsize=11, color=GREY)

@@ -378,20 +378,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         # A pass copies this rank's shard to the device.
         shard = -(-plan.nbytes // job.mesh[-1])
         work = replace(work, shards=shard * recipe.accumulate)
-    strategy = recipe.settings.get("sharding_strategy")
-    keeps_gathered = str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED
-    circumstances = Circumstances(
-        shards=job.mesh[-1],
-        replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
-        state_ratio=measured.state_ratio,
-        activations=usage.saved,
-        micro_batches=recipe.accumulate,
-        reduces=1 if recipe.no_sync else recipe.accumulate,
-        stays_gathered=keeps_gathered or recipe.settings.get("reshard_after_forward") is False,
-        offloaded=job.cpu_offload,
-        partly=bool(recipe.settings.get("find_unused_parameters")),
-        comm_groups=measured.comm_groups,
-    )
+    circumstances = _circumstances(job, recipe, measured)
     bounds = _as_sent(bounds_of(plan, backend.facts.divides, circumstances), usage.traffic)
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(
@@ -418,6 +405,24 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         best_seconds=machine.best_seconds({dtype: PASSES * count for dtype, count in work.forward.items()}),
         bounds=bounds,
         notes=tuple(_notes(job, recipe, late, work)),
+    )
+
+
+def _circumstances(job: Job, recipe: Recipe, measured: Measured) -> Circumstances:
+    settings = recipe.settings
+    strategy = settings.get("sharding_strategy")
+    keeps_gathered = str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED
+    return Circumstances(
+        shards=job.mesh[-1],
+        replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
+        state_ratio=measured.state_ratio,
+        activations=measured.usage.saved,
+        micro_batches=recipe.accumulate,
+        reduces=1 if recipe.no_sync else recipe.accumulate,
+        stays_gathered=keeps_gathered or settings.get("reshard_after_forward") is False,
+        offloaded=job.cpu_offload,
+        partly=bool(settings.get("find_unused_parameters")),
+        comm_groups=measured.comm_groups,
     )
 
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsshard.backends.registry import REFERENCE
-from fsshard.pictures import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.bounds import Bounds
 from fsshard.planning.text import aligned, counted, duration, ratio, size, unit_of
 from fsshard.simulation.collectives import Traffic
@@ -390,10 +390,3 @@ def _of_padding(estimates: Estimates) -> str:
     if not padded:
         return ""
     return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size"
-
-
-def style_axes(axes: Axes, grid: Any = "y") -> None:
-    """Draw a light grid behind, along one axis or ``"both"``, and no frame above and to the right."""
-    axes.grid(True, axis=grid, color="#E6E6E6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

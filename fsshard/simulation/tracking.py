@@ -177,20 +177,13 @@ class Tracker(TorchDispatchMode):
             kind = self._kind(life)
             if not offloaded or not self._in_host_memory(life, kind):
                 lives.append((life, kind))
-        # Of each event the change of bytes and their kind; and what was born, if something was.
-        changes: list[tuple[int, int, str, _Life | None]] = []
-        for life, kind in lives:
-            changes.append((life.born, life.nbytes, kind, life))
-            if life.died is not None:
-                changes.append((life.died, -life.nbytes, kind, None))
-        changes.sort(key=lambda change: change[0])
         phases = dict.fromkeys(PHASES, 0)
         alive = dict.fromkeys(KINDS, 0)
         highest = dict.fromkeys(KINDS, 0)
         # Per phase the birth at which most bytes were alive.
         births: dict[str, _Life] = {}
         total = 0
-        for event, change, kind, born in changes:
+        for event, change, kind, born in _changes(lives):
             total += change
             alive[kind] += change
             highest[kind] = max(highest[kind], alive[kind])
@@ -542,6 +535,17 @@ def _tree(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
+
+
+def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, str, _Life | None]]:
+    """Return of each event the change of bytes and their kind; and what was born, if something was."""
+    changes: list[tuple[int, int, str, _Life | None]] = []
+    for life, kind in lives:
+        changes.append((life.born, life.nbytes, kind, life))
+        if life.died is not None:
+            changes.append((life.died, -life.nbytes, kind, None))
+    changes.sort(key=lambda change: change[0])
+    return changes
 
 
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:

@@ -100,11 +100,8 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     backend = model.backend
     keys = reader.index.model.keys
     trained = []
-    for key in keys:
-        if key not in backend.keys:
-            continue
-        entry = backend.entries[backend.keys[key]]
-        if entry.parameter.requires_grad:
+    for key, name in backend.keys.items():
+        if key in keys and backend.entries[name].parameter.requires_grad:
             trained.append(key)
     # PEFT asks modules for the names in their state dicts.
     with backend.bare() as inner:
@@ -143,9 +140,10 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
         "modules_to_save": beside or None,
         "inference_mode": True,
     }
-    write(folder / PEFT_FILES[0], items, {"format": "pt"})
-    with new_file(folder / PEFT_FILES[1]) as stream:
-        text = json.dumps(config, indent=2) + "\n"
+    weights_file, config_file = PEFT_FILES
+    write(folder / weights_file, items, {"format": "pt"})
+    text = json.dumps(config, indent=2) + "\n"
+    with new_file(folder / config_file) as stream:
         stream.write(memoryview(text.encode()))
 
 

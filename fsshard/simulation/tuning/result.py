@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsshard.parallel.meshes import role_of
-from fsshard.pictures import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.text import aligned, counted, duration, size, unit_of
-from fsshard.simulation.result import Estimate, style_axes
+from fsshard.simulation.result import Estimate
 from fsshard.simulation.tuning.search_space import Candidate
 
 if TYPE_CHECKING:

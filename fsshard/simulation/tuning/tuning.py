@@ -18,7 +18,7 @@ from fsshard.backends.facts import Tunable
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 from fsshard.planning.plan import Plan
 from fsshard.planning.text import size
-from fsshard.recipes.recipe import resolve
+from fsshard.recipes.recipe import Recipe, resolve
 from fsshard.simulation.estimating import (
     data_shape,
     estimate_of,
@@ -125,8 +125,6 @@ def tune(
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is not a recipe.
     """
-    if isinstance(subject, Plan):
-        raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
     backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
     if not backends:
         raise ConfigurationError("backend=[]: expected a backend's name, or several")
@@ -138,24 +136,22 @@ def tune(
             "meshes= and device_mesh=: a mesh that is given is not searched; leave out one of them"
         )
     others = [] if meshes is None else arrangements(meshes, world_size)
+    if isinstance(subject, Plan):
+        raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
     changes = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
     if accumulation is not None:
         changes["accumulate"] = accumulation
-    fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
-    if recipe.precision is not None:
-        fixed["mixed_precision"] = recipe.precision
-    if cpu_offload:
-        fixed["cpu_offload"] = True
-    # What is asked for here wins over the recipe's own settings.
-    if auto_wrap_policy is not ...:
-        fixed["auto_wrap_policy"] = auto_wrap_policy
-    if mixed_precision is not ...:
-        fixed["mixed_precision"] = mixed_precision
-    fixed |= {name: value for name, value in settings.items() if value is not ...}
-    if activation_checkpointing is not ...:
-        fixed["activation_checkpointing"] = activation_checkpointing or None
+    wanted = {
+        "cpu_offload": cpu_offload or ...,
+        "auto_wrap_policy": auto_wrap_policy,
+        "mixed_precision": mixed_precision,
+        **settings,
+        # False means that nothing is recomputed.
+        "activation_checkpointing": activation_checkpointing or None,
+    }
+    fixed = _fixed(recipe, wanted)
     asked = {
         "source": source,
         "changes": changes,
@@ -185,6 +181,15 @@ def tune(
         aliases=search.aliases,
         failed=search.failed,
     )
+
+
+def _fixed(recipe: Recipe, wanted: Arguments) -> dict[str, Any]:
+    """Return the arguments of wrap() that are not searched; what is asked for wins over the recipe's settings."""
+    fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
+    if recipe.precision is not None:
+        fixed["mixed_precision"] = recipe.precision
+    fixed |= {name: value for name, value in wanted.items() if value is not ...}
+    return fixed
 
 
 def _nothing(search: Search, bound: int | None) -> FsshardError:
