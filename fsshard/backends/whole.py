@@ -302,10 +302,11 @@ def gathered(
     """
     vectors = [part.detach().reshape(-1) for part in parts]
     sent = torch.cat(vectors).to(device)
+    rank = group.rank()
     counts = list(map(sum, sizes))
     # The collective takes as much from every rank.
     width = max(counts)
-    missing = width - counts[group.rank()]
+    missing = width - counts[rank]
     assert sent.numel() + missing == width
     if missing:
         sent = torch.cat([sent, sent.new_zeros(missing)])

@@ -362,7 +362,9 @@ class _Load:
             elif isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE) and not _loads_itself(backend.module, key):
-                    dtype = controller_of(self.model).buffers.dtypes.get(key, value.dtype)
+                    buffers = controller_of(self.model).buffers
+                    # The dtype that the user gave it, whatever precision the engine keeps it in.
+                    dtype = buffers.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -371,7 +373,10 @@ class _Load:
         entry = self.model.backend.entries[name]
         wrong = self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
         first = self.sources.setdefault(name, tensor)
-        if not wrong and first != tensor and self.strict and not self._same_numbers(first, tensor):
+        if wrong or first == tensor or not self.strict:
+            return wrong
+        # Some programs save a tied weight under each of its names.
+        if not self._same_numbers(first, tensor):
             wrong[key] = (f"one parameter, tied to {name}", "another tensor")
         return wrong
 
@@ -395,7 +400,10 @@ class _Load:
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         for chunk, other_chunk in zip(reader.chunks(one), reader.chunks(other), strict=True):
-            if not torch.equal(chunk.view(torch.uint8), other_chunk.view(torch.uint8)):
+            # As bytes, since NaN is equal to nothing.
+            bits = chunk.view(torch.uint8)
+            other_bits = other_chunk.view(torch.uint8)
+            if not torch.equal(bits, other_bits):
                 return False
         return True
 
@@ -505,10 +513,13 @@ class _Load:
         saved_as_pairs = entry.kind.is_complex and not info.kind.is_complex
         order = entry.kind.order
         if entry.in_order and not order and not entry.divided_over:
-            stored = self.reader.read(tensor, entry.here if saved_as_pairs else entry.user_range)
+            # A pair is two elements of the file, and one of the user's tensor.
+            wanted = entry.here if saved_as_pairs else entry.user_range
+            stored = self.reader.read(tensor, wanted)
             if stored.is_complex():
                 stored = torch.view_as_real(stored)
-        else:  # elements from all over
+        else:
+            # This rank has elements from all over, so it reads the whole tensor.
             whole = entry.take_part(self.reader.tensor(tensor))
             if not saved_as_pairs:
                 whole = entry.kind.to_stored(whole)
@@ -569,21 +580,24 @@ class _Load:
     def _read_object(self, name: str) -> None:
         saved = self.reader.index.objects[name]
         settings = self.model.backend.settings
+        read = self.reader.tree
         if "all" in saved:
-            self.objects[name] = self.reader.tree(saved["all"])
+            self.objects[name] = read(saved["all"])
             return
         trees = saved["per_rank"]
         if len(trees) == settings.all_ranks:
-            self.objects[name] = self.reader.tree(trees[settings.overall_rank])
+            own = trees[settings.overall_rank]
+            self.objects[name] = read(own)
         elif isinstance(self.targets.get(name), DataPosition):
-            self.objects[name] = [self.reader.tree(tree) for tree in trees]
+            # Samples are divided anew, by what all ranks had seen.
+            self.objects[name] = list(map(read, trees))
         elif name in self.targets:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
                 f"{settings.all_ranks} now; leave it out, and set it from the result's .per_rank[{name!r}]"
             )
         else:
-            self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
+            self.per_rank[name] = list(map(read, trees))
 
     @torch.no_grad()
     def commit_memory(self) -> None:
@@ -622,7 +636,8 @@ class _Load:
                 continue
             if hasattr(value, "state_dict"):
                 before = copy.deepcopy(value.state_dict())
-                undo.append((name, functools.partial(value.load_state_dict, before)))
+                restore = functools.partial(value.load_state_dict, before)
+                undo.append((name, restore))
             what = f"{name} ({type(value).__name__}) refuses its state"
             load(what, value.load_state_dict, self.objects[name])
         if self.rest:
@@ -673,8 +688,9 @@ def _loads_itself(module: nn.Module, key: str) -> bool:
     """
     names = key.split(".")[:-1]
     for length in range(1, len(names) + 1):
+        path = ".".join(names[:length])
+        cls = type(module.get_submodule(path))
         # torch's own layers (BatchNorm) override it for older versions of their format.
-        cls = type(module.get_submodule(".".join(names[:length])))
         if cls.__module__.startswith("torch.nn."):
             continue
         if cls._load_from_state_dict is not nn.Module._load_from_state_dict:

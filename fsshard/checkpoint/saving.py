@@ -33,6 +33,7 @@ from fsshard.comm.agreement import Channel, agree, exchange, exchange_first
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import unfinished
 from fsshard.parallel.replicas import check_same_buffers
+from fsshard.planning.text import is_count
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -149,7 +150,7 @@ def _check_arguments(
     if only not in (None, "trainable"):
         raise ConfigurationError(f"only={only!r}: expected 'trainable', or None for the whole model")
     numbered = any(character.isdigit() for character in name)
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2 or not numbered):
+    if keep is not None and not (numbered and is_count(keep, least=2)):
         raise ConfigurationError(
             f"keep={keep!r} for {name!r}: expected at least 2, since a crash may leave the last one unfinished, and a "
             "name with a number, such as 'step-000100': without one each save replaces the one before, which is kept "

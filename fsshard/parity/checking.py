@@ -277,10 +277,11 @@ class _RunComparison(StepComparison):
         clipping = self.run.recipe.clipping
         if clipped is None or expected is None or clipping is None:
             return
+        _, norm_type = clipping
         item = self.number_difference("norm", expected, clipped)
         wide = norm_dtype(self.gradients) is torch.float64
         if item.verdict != "exact" and (wide or self._verdict("gradient") == "bound"):
-            own = total_norm(self.gradients, clipping[1])
+            own = total_norm(self.gradients, norm_type)
             # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
             # shows the order of its sum: at most a rounding per summand.
             relative = 2.0**-23
@@ -288,7 +289,8 @@ class _RunComparison(StepComparison):
                 summands = sum(map(Tensor.numel, self.gradients.values()))
                 relative = 2.0**-53 * summands
             ulp = relative * abs(own)
-            verdict = "bound" if abs(own - clipped) <= ulp else "different"
+            gap = abs(own - clipped)
+            verdict = "bound" if gap <= ulp else "different"
             bound = abs(own - expected) + ulp
             item = replace(item, verdict=verdict, bound=bound)
         yield "", item
@@ -354,11 +356,13 @@ class _RunComparison(StepComparison):
         parameters = {}
         groups = []
         for group in self.before.groups:
+            members = []
             for name in group["params"]:
                 weight = weights[name].to(device)
-                parameters[name] = torch.nn.Parameter(weight)
-                parameters[name].grad = gradients.get(name)
-            members = [parameters[name] for name in group["params"]]
+                parameter = torch.nn.Parameter(weight)
+                parameter.grad = gradients.get(name)
+                parameters[name] = parameter
+                members.append(parameter)
             groups.append({**group, "params": members})
         optimizer = bare_optimizer(self.run.recipe, groups)
         if self.number > 0:

@@ -56,7 +56,7 @@ from fsshard.parity.trace import (
     told,
 )
 from fsshard.parity.training import Bare, Job
-from fsshard.planning.text import counted
+from fsshard.planning.text import counted, is_count
 from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
 # The backends that are compared unless others are named.
@@ -270,8 +270,7 @@ def _checked(
 
 
 def _check_numbers(argument: str, numbers: list[int]) -> None:
-    valid = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n > 0]
-    if not numbers or valid != numbers:
+    if not numbers or not all(map(is_count, numbers)):
         raise ConfigurationError(f"{argument}: expected positive integers, for example [1, 2] and 10")
 
 

@@ -97,7 +97,10 @@ class _Feeder:
         kind = type(value)
         if hasattr(value, "__dict__") or hasattr(value, "__slots__"):
             attributes = {}
-            for name in (*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())):
+            names = [*getattr(value, "__dict__", ())]
+            names += getattr(value, "__slots__", ())
+            for name in names:
+                # A slot may be empty.
                 if hasattr(value, name):
                     attributes[name] = getattr(value, name)
             self.feed({kind.__qualname__: attributes})
@@ -176,7 +179,8 @@ def sketch(tensor: Tensor) -> Sketch:
         missing = rows * width - count
         # The last chunk of several may be shorter; zeros add nothing to its sums.
         even = torch.nn.functional.pad(wide, (0, missing)) if missing else wide
-        sums = even.view(rows, width) @ signs_in_chunk[:, :width].T
+        signs_in_row = signs_in_chunk[:, :width].T
+        sums = even.view(rows, width) @ signs_in_row
         signs = signs_of_chunks[:, first : first + rows].T
         projections += (signs * sums).sum(0)
         squares += wide.square_().sum()
@@ -262,6 +266,7 @@ def signed(value: int) -> int:
 
 def shifted(value: Tensor, bits: int) -> Tensor:
     """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
+    # The bits that come in.
     mask = 2 ** (64 - bits) - 1
     return torch.bitwise_and(value >> bits, mask)
 

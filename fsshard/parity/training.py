@@ -208,7 +208,10 @@ class Training:
         if self.recipe.clipping is not None:
             step.clipped_norm = self.engine.clip(*self.recipe.clipping)
         for group in self.engine.groups():
-            step.groups.append({key: _as_json_value(value) for key, value in group.items()})
+            plain = {}
+            for key, value in group.items():
+                plain[key] = _as_json_value(value)
+            step.groups.append(plain)
         self.finish()
         tensors = {"gradient": gradients, "weight": self.weights()}
         tensors["state"], step.plain = states_of(self.engine)
@@ -262,7 +265,11 @@ class Training:
     def magnitudes(self, step: int) -> tuple[NamedTensors, dict[str, int]]:
         """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient at most. Collective."""
         shadow = self.shadow()
-        sums = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
+
+        def own_batches() -> list[Any]:
+            return [own for own, *_ in self.batches(step)]
+
+        sums = shadow.moduli(own_batches)
         for value in sums.values():
             dist.all_reduce(value)
             value /= self.job.world_size

@@ -24,6 +24,7 @@ from fsshard.nested import map_leaves
 from fsshard.parallel.meshes import role_of
 from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
+from fsshard.planning.text import is_count
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.recipes.recipe import Recipe, check_mesh, check_steps_alone, resolve, splits
 from fsshard.sharded.optimizer import constructor_arguments
@@ -311,7 +312,7 @@ def _sum(model: Any, batch: Tensor) -> Tensor:
 
 def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
     """Return one simulation, checked, under a backend and on a mesh; ``more`` are the other fields of a job."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    if not is_count(world_size):
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
     check_device(more["device"])
     for name in ("cpu_offload", "average"):

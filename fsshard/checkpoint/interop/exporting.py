@@ -29,6 +29,7 @@ from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, batches, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.planning.text import is_count
 from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
@@ -95,7 +96,7 @@ def export(
     refuse_url(os.fspath(file))
     path = Path(os.path.expanduser(file))
     format = _format(path, format)
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+    if not is_count(max_shard_bytes):
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
     if (optimizer is not False and format not in ("torch", "dcp")) or (config is not None and format != "hf"):
         raise ConfigurationError(f"format={format!r}: optimizer= goes with 'torch' and 'dcp', config= with 'hf'")

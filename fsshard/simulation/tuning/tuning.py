@@ -17,7 +17,7 @@ from fsshard.backends import backend_class
 from fsshard.backends.facts import Tunable
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 from fsshard.planning.plan import Plan
-from fsshard.planning.text import size
+from fsshard.planning.text import is_count, size
 from fsshard.recipes.recipe import Recipe, resolve
 from fsshard.simulation.estimating import (
     data_shape,
@@ -129,7 +129,7 @@ def tune(
     if not backends:
         raise ConfigurationError("backend=[]: expected a backend's name, or several")
     bound = _bytes(memory)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None and not is_count(limit):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
     if meshes is not None and device_mesh is not None:
         raise ConfigurationError(
