@@ -310,7 +310,8 @@ def gathered(
     assert sent.numel() + missing == width
     if missing:
         sent = torch.cat([sent, sent.new_zeros(missing)])
-    received = sent.new_empty(group.size() * width)
+    elements = group.size() * width
+    received = sent.new_empty(elements)
     dist.all_gather_single(received, sent, group=group)
     if len(parts) == 1:
         total = sum(counts)

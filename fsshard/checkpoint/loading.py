@@ -482,6 +482,7 @@ class _Load:
             self._read_object(name)
         if index.rng is not None:
             trees = index.rng["per_rank"]
+            # Ranks beyond the saved ones are seeded from the last one's state.
             rank = min(backend.settings.overall_rank, len(trees) - 1)
             self.random = self.reader.tree(trees[rank])
 
@@ -716,6 +717,7 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
     """Put in place first what can refuse: objects, the models' own code, generators; then memory. Collective."""
     undo: Undo = []
     for job in jobs:
+        # What a forward has left whole would hide the new values from the next one.
         job.model.backend.reshard()
     first = jobs[0]
     try:

@@ -154,6 +154,7 @@ def _grid_of(members: Sequence[int], ranks: int) -> tuple[int, int] | None:
     inner = 1
     if shards > 1:
         inner = members[1] - members[0]
+    # Ranks along a dimension of a mesh lie equally far apart.
     if inner < 1 or ranks % (shards * inner):
         return None
     layout = Layout(shards, inner, 1, 0)
@@ -232,6 +233,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
         backend = model.backend
         for entry in backend.all:
             entries[before + entry.name] = (entry, backend)
+    # It is the same on every rank, so that all leave here, or none.
     if not any(_is_scattered(entry) for entry, _ in entries.values()):
         return
     local_parts = {}
@@ -245,6 +247,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
     everyones = {}
     for table in channel.gather(local_table):
         everyones.update(table)
+    # In one order on every rank, since each is gathered.
     for name, (parameter, dtype_text, shape) in sorted(everyones.items()):
         entry, backend = entries[parameter]
         is_here = name in local_parts
@@ -637,6 +640,7 @@ def divide(
             if layout:
                 layouts[name] = Layout(*layout[0])
             elif stop > start:
+                # The first rank that has a range writes it.
                 key = piece_key(name, info.numel, (start, stop))
                 piece = Piece(rank_file(rank, len(tables)), key, start, stop)
                 listed.setdefault(name, {}).setdefault((start, stop), piece)
@@ -783,6 +787,7 @@ def make_index(
 def _first_of(states: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
     """Merge ranks' ``{parameter: {key: value}}``: each value is that of the first rank that has it."""
     merged: dict[str, Tree] = {}
+    # What comes later counts, so the first rank comes last.
     for state in reversed(states):
         for parameter, values in state.items():
             merged.setdefault(parameter, {}).update(values)
@@ -803,6 +808,7 @@ def _renamed(node: Any, suffix: str) -> Any:
         return [_renamed(item, suffix) for item in node]
     if not isinstance(node, dict):
         return node
+    # Nodes of these kinds have the name of a tensor.
     if node.get("$") in ("tensor", "ndarray"):
         return {**node, "v": node["v"] + suffix}
     return {key: _renamed(item, suffix) for key, item in node.items()}

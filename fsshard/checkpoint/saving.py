@@ -101,6 +101,7 @@ def save(
     settings = next(iter(models.values())).backend.settings
     channel = Channel.of(settings.everyone)
     objects = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
+    # An earlier one with block=False may still write, or have failed.
     wait_for_saves()
     called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
     channel.arrive(called, timeout, call)
@@ -224,6 +225,7 @@ class _Save:
             if len(digests_of_ranks) == 1:
                 self.alike.add(name)
         key = _digest([[of_rank for of_rank, *_ in answers], sorted(self.alike)])
+        # What is alike lies under one name, and rank 0 writes it.
         collected.adopt_own(channel.rank, self.alike)
         # On all ranks, or on none.
         if arrangement is None or any(last != key for _, last, *_ in answers):
@@ -271,6 +273,7 @@ class _Save:
             # The other ranks do not wait for this one here.
             self.uncopied = error
             self.items = []
+        # Views of the model's memory, which training changes from here on.
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
 
     def run(self) -> None:
@@ -303,6 +306,7 @@ class _Save:
         self.moved += 1
 
     def _commit(self, id: str, partial: str, written: list[Any]) -> None:
+        # Every rank's file is on the disk by now; one rank writes the index and renames the directory.
         if self.channel.rank:
             return
         index = dataclasses.replace(
@@ -395,7 +399,9 @@ class SaveHandle:
             if self._thread is not None:
                 log.error("%s failed: %s", self._job.call, error)
         finally:
-            self._job.items, self._job.collected = [], parts.Collected()
+            # A handle that somebody keeps holds no memory of the model.
+            self._job.items = []
+            self._job.collected = parts.Collected()
             self._job.staging.give_back()
 
 

@@ -253,6 +253,7 @@ class ForeignReader(TensorReader):
             if _count_tensors(node) and all(isinstance(key, str) for key in node):
                 places[place] = node
         sizes = {place: _count_tensors(node) for place, node in places.items()}
+        # Of a dict within another one the one with more tensors is the state dict.
         for outer in sizes:
             for inner in list(places):
                 if inner == outer or not _is_below(inner, outer):
@@ -327,6 +328,7 @@ class ForeignReader(TensorReader):
                 f"{self.directory} is one file of a DeepSpeed checkpoint, whose numbers are in *_optim_states.pt; pass "
                 f"their folder, {self.directory.absolute().parent}"
             )
+        # Under ZeRO-3 a model's own state dict has tensors without elements.
         sizes = []
         for value in state.values():
             if isinstance(value, Tensor):
