@@ -67,13 +67,16 @@ def _fresh_main() -> ModuleType:
 
 def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv[:] = [path, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # Python 3.11: python -P, PYTHONSAFEPATH
-        sys.path[0] = os.path.dirname(os.path.realpath(path))  # where python -m has put the working directory
+    # From Python 3.11 on python -P and PYTHONSAFEPATH leave that folder out.
+    if not getattr(sys.flags, "safe_path", False):
+        # python -m has put the working directory there.
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     where = os.path.abspath(path)
     loader: Any = SourceFileLoader("__main__", where)
     module = _fresh_main()
     vars(module).update(__file__=where, __loader__=loader, __cached__=None)
-    exec(compile(loader.get_data(where), where, "exec", dont_inherit=True), vars(module))  # a script leaves no .pyc
+    # A script leaves no .pyc.
+    exec(compile(loader.get_data(where), where, "exec", dont_inherit=True), vars(module))
 
 
 def _run_module(name: str, arguments: list[str]) -> None:

@@ -348,7 +348,7 @@ def names_in_metadata(metadata: State) -> list[list[str]]:
     """Return the parameters of each wrapped module of an old model, in FairScale's order, from any rank's metadata."""
     units = []
     for index, module in enumerate(metadata["param_metadata"]):
-        names: list[str] = []
+        names = []
         for backing in _of_module(module, [metadata], index):
             names += backing.names
         # FairScale numbers no module without parameters of its own.
@@ -366,7 +366,7 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, 
                 missing.append(f"{backing.key} of rank {rank}")
     if missing:
         raise StateDictError("the shards of the model", missing=missing)
-    joined: dict[str, Any] = {}
+    joined = {}
     for backing in backings:
         shards = []
         for state in states[: len(backing.paddings)]:

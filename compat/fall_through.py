@@ -27,9 +27,10 @@ EXPORTS = {
     "fairscale.nn.Top2Gate": "fairscale.nn.moe",
 }
 
-__path__: list[str] = []  # a package for the import system: its one submodule comes from the finder below
+# It is a package for the import system: its one submodule comes from the finder below.
+__path__: list[str] = []
+# Before the name of a real module: where it lies next to the redirect.
 HERE = __name__ + "."
-"""Before the name of a real module: where it lies next to the redirect."""
 
 
 def falls_through(name: str) -> bool:
@@ -76,7 +77,8 @@ class _RealLoader(SourceFileLoader):
     """Runs a module whose ``import fairscale`` means the real library."""
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__builtins__"] = _BUILTINS  # the interpreter takes __import__ from here
+        # The interpreter takes __import__ from here.
+        vars(module)["__builtins__"] = _BUILTINS
         public = self.name.removeprefix(HERE)
         code = self.get_code(self.name)
         assert code is not None

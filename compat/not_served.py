@@ -18,6 +18,7 @@ from .errors import NotServed
 FRONT = "fsshard.compat.fairscale"
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
+# Module -> its public names. Not asked of the modules, whose import would bring torch; a test compares them.
 SERVED = {
     "fairscale": "nn, optim",
     "fairscale.nn": (
@@ -53,7 +54,6 @@ SERVED = {
     "fairscale.optim.oss": "OSS",
     "fairscale.version": "__version_tuple__",
 }
-"""Module -> its public names. Not asked of the modules, whose import would bring torch; a test compares them."""
 
 
 # ------------------------------------------------------------------------------------------------ what to write instead
@@ -206,7 +206,7 @@ def steps(names: Iterable[str]) -> list[tuple[list[str], Instead]]:
         ``(short names of FairScale's, what there is)``, of what has lines. One ``fsshard.wrap`` takes the place of all
         that wraps and shards.
     """
-    found: dict[str, Instead] = {}
+    found = {}
     for name in names:
         module, _, short = name.rpartition(".")
         if short not in BY_NAME and short in SERVED.get(module, "").split(", ") and module != "fairscale":
@@ -237,7 +237,8 @@ def explain(name: str) -> str:
     if not fall_through.falls_through(name):
         lines = [f"{name} is not served: fairscale is {FRONT} here (fsshard.compat)"]
         way_back = ["  to use the real FairScale: run the script without fsshard.compat"]
-    elif fall_through.is_installed():  # nobody redirects: the front was imported by its own name
+    elif fall_through.is_installed():
+        # Nobody redirects: the front was imported by its own name.
         lines = [f"{name} is left to the real FairScale; import it from there"]
     else:
         lines = [f"{name} is left to the real FairScale, which is not installed; run: pip install fairscale==0.4.13"]
@@ -269,7 +270,8 @@ def missing_from(module: str, front: str = FRONT) -> Callable[[str], object]:
 
 def _refuse(name: str, caller: FrameType) -> NoReturn:
     """Raise for an attribute that a module does not have: :class:`NotServed` to who imports, else an AttributeError."""
-    if name.rpartition(".")[2].startswith("__"):  # what Python and its tools look for; no name of FairScale's
+    # Python and its tools look for such names; none is FairScale's.
+    if name.rpartition(".")[2].startswith("__"):
         raise AttributeError(f"module {name.rpartition('.')[0]!r} has no attribute {name.rpartition('.')[2]!r}")
     # hasattr, getattr with a default and pickle.whichmodule must see an AttributeError. The statement `from module
     # import name` would swallow it and its text, and say "cannot import name" in its place.

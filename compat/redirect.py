@@ -56,7 +56,8 @@ def uninstall() -> None:
     if redirect is None:
         return
     sys.meta_path.remove(redirect)
-    os.environ.pop(REDIRECT, None)  # a fork server that runs already keeps the redirect
+    # A fork server that runs already keeps the redirect.
+    os.environ.pop(REDIRECT, None)
     if TRACE not in os.environ:
         _set_python_path(*python_path())
     report.stop_watching()
@@ -144,7 +145,8 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # importlib has put that of the second name there
+        # importlib has put that of the second name there.
+        module.__spec__ = self.spec
         self.redirect.adopt()
 
 

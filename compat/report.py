@@ -68,7 +68,8 @@ def _note(note: Note) -> None:
         return
     _noted.add(note)
     folder = os.environ.get(FOLDER)
-    if folder is not None and os.path.isdir(folder):  # gone: the run that asked has ended, this child has not
+    # It is gone where the run that asked has ended, and this child has not.
+    if folder is not None and os.path.isdir(folder):
         with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(note) + "\n")
 
@@ -113,7 +114,8 @@ def text(notes_of_run: Iterable[Note]) -> str:
     lines += ["  to leave FairScale, write:"] * bool(ways_out)
     for names, instead in ways_out:
         lines.append(f"    instead of {', '.join(names)}:")
-        advice = textwrap.wrap(instead.advice, 100, break_on_hyphens=False)  # it may say why losses differ
+        # It may say why losses differ.
+        advice = textwrap.wrap(instead.advice, 100, break_on_hyphens=False)
         lines += [*(f"        # {part}" for part in advice), *(f"        {line}" for line in instead.lines.split("\n"))]
     return "\n".join(lines)
 

@@ -20,6 +20,10 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.unwrapping import ModelBeforeWrap
 
+# State of a model or of an optimizer by name, as a front hands it on.
+State = dict[str, Any]
+Settings = Mapping[str, Any]
+
 MARK = "_fsshard_taken"
 
 
@@ -68,29 +72,31 @@ def wrapped_model_of(model: Any) -> Any:
 
 def split_over(model: nn.Module | None) -> Any:
     """Return what :func:`fsshard.parallel.shard_domain` made of the model; None: its samples are whole."""
-    sharding = sys.modules.get("fsshard.parallel.domain.sharding")  # not imported: nothing is split, nor needed for it
+    # Where it is not imported nothing is split.
+    sharding = sys.modules.get("fsshard.parallel.domain.sharding")
     if sharding is None or model is None:
         return None
     return sharding.domain_of(model.modules())
 
 
-def data_rank_of(settings: Mapping[str, Any]) -> DataRank | None:
+def data_rank_of(settings: Settings) -> DataRank | None:
     """Return which part of the data ``device_mesh=`` gives this rank; None: each rank has its own.
 
     Raises:
         ConfigurationError: the mesh's dimensions have names that do not tell which are for data.
     """
     mesh = settings.get("device_mesh")
-    if mesh is None or not (mesh.mesh_dim_names or mesh.ndim == 1):  # replicas and shards need no names
+    # Replicas and shards need no names.
+    if mesh is None or not (mesh.mesh_dim_names or mesh.ndim == 1):
         return None
     return fsshard.data_rank(mesh)
 
 
 def sampler_arguments(
-    settings: Mapping[str, Any],
+    settings: Settings,
     model: nn.Module | None,
-    lightnings: dict[str, Any] | None,
-) -> dict[str, Any] | None:
+    lightnings: State | None,
+) -> State | None:
     """Return a ``DistributedSampler``'s ``num_replicas`` and ``rank``. Collective where a domain splits the model.
 
     Args:
@@ -176,7 +182,7 @@ def scaler_like(scaler: Any, model: ShardedModule) -> fsshard.GradScaler:
 # ------------------------------------------------------------------------------------------------ optimizer states
 
 
-def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, Any]:
+def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> State:
     """Name the numbered parameters in a torch optimizer's state dict as ours are; one with names stays as it is.
 
     Raises:
@@ -199,7 +205,7 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> dict[str, 
     return {"state": states, "param_groups": groups}
 
 
-def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, Any]:
+def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> State:
     """Return the state dict that a torch optimizer over the whole model would give. Collective.
 
     Args:
@@ -221,9 +227,9 @@ def by_number(optimizer: ShardedOptimizer, *, keep: bool = True) -> dict[str, An
     return {"state": dict(sorted(numbered.items())), "param_groups": numbered_groups}
 
 
-def whole_states(optimizer: ShardedOptimizer, *, keep: bool) -> dict[str, dict[str, Any]]:
+def whole_states(optimizer: ShardedOptimizer, *, keep: bool) -> dict[str, State]:
     """Return each parameter's whole state in host memory, where ``keep``. Collective."""
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, State] = {}
     # One at a time: they need not fit on a device together.
     for name, whole in optimizer.iterate_state():
         if not keep or not whole:

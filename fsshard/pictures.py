@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsshard.errors import ConfigurationError, MissingExtra
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -104,3 +105,10 @@ def save_picture(made: Figure, path: Path) -> None:
     dated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": "fsshard"}):
         made.savefig(path, dpi=150, metadata=dated.get(kind), format=kind)
+
+
+def style_axes(axes: Axes, grid: Any = "y") -> None:
+    """Draw a light grid behind, along one axis or ``"both"``, and no frame above and to the right."""
+    axes.grid(True, axis=grid, color="#E6E6E6", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

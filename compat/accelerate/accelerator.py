@@ -27,7 +27,7 @@ from fsshard.wrapping import check_wrap
 from ..trainers import check_scaler, clip_by_value, name_calls, scaler_like
 from .arguments import check_arguments, check_batches, check_samples, check_state, wrap_settings
 from .files import StateFiles, world
-from .preparing import Former, PreparedOptimizer, late, shares_of
+from .preparing import PreparedOptimizer, late, shares_of
 
 SAVE = "on every rank call accelerator.get_state_dict(model), or accelerator.save_model(model, folder)"
 LOAD = "load it before prepare(), or on every rank call accelerator.load_state(folder)"
@@ -53,9 +53,11 @@ class Accelerator(StateFiles):
 
     def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
         parents = check_arguments(args, arguments, fsshard)
-        self._former: Former = WeakIdKeyDictionary()
-        self._ready: dict[int, Any] = {}  # id of what prepare() was given -> what it gives
-        self._replaced: list[tuple[Optimizer, Optimizer]] = []  # (the user's, the engine's)
+        self._former = WeakIdKeyDictionary()
+        # Id of what prepare() was given -> what it gives.
+        self._ready: dict[int, Any] = {}
+        # Pairs of the user's optimizer and the engine's.
+        self._replaced: list[tuple[Optimizer, Optimizer]] = []
         parents["cpu"] = bool(parents.get("cpu")) or not torch.accelerator.is_available()
         super().__init__(settings=dict(fsshard), **parents)
         check_state(self)
@@ -137,7 +139,7 @@ class Accelerator(StateFiles):
         self._models.pop()
         del bare._is_accelerate_prepared
         parameters = dict(model.named_parameters())
-        new_optimizers: list[Any] = []
+        new_optimizers = []
         try:
             if optimizers:
                 sharded, new_optimizers = library.wrap(model, optimizers, **settings)
@@ -283,13 +285,13 @@ class Accelerator(StateFiles):
     ) -> tuple[list[Tensor], list[tuple[ShardedModule, Entry] | None]]:
         """Unscale the gradients of the models that have these parameters; return these, and whose they are."""
         tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owner_of: dict[int, tuple[ShardedModule, Entry]] = {}
+        owner_of = {}
         for model in self._models:
             if isinstance(model, ShardedModule):
                 for entry in model.backend.entries.values():
                     owner_of[id(entry.parameter)] = (model, entry)
         owners = [owner_of.get(id(stored_of(tensor))) for tensor in tensors]
-        models: set[int] = set()
+        models = set()
         for model, entry in filter(None, owners):
             controller_of(model).step.check_reduced([entry.name])
             models.add(id(model))

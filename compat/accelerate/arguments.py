@@ -16,10 +16,10 @@ from fsshard.backends.registry import backend_class
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 
-from ..trainers import data_rank_of
+from ..trainers import Settings, data_rank_of
 
+# As it is before anybody puts ours in its place.
 THEIRS = accelerate.Accelerator
-"""As it is before anybody puts ours in its place."""
 
 ENGINE = 'the engine is named by fsshard={"backend": ...}; leave it out'
 MESH = (
@@ -27,6 +27,7 @@ MESH = (
     "is split over ranks takes fsshard.compat.lightning.FabricStrategy (docs/meshes.md)"
 )
 COMPILE = 'pass fsshard={"compile": True}, which compiles unit by unit'
+# Argument -> what to do.
 INSTEAD = {
     "deepspeed_plugin": ENGINE,
     "deepspeed_plugins": ENGINE,
@@ -37,7 +38,7 @@ INSTEAD = {
     "parallelism_config": MESH,
     "torch_tp_plugin": MESH,
 }
-"""Argument -> what to do."""
+# Variables that accelerate launch sets -> what to do.
 ENVIRONMENT = {
     "ACCELERATE_DYNAMO_BACKEND": COMPILE,
     "ACCELERATE_USE_DEEPSPEED": ENGINE,
@@ -45,23 +46,23 @@ ENVIRONMENT = {
     "ACCELERATE_USE_MEGATRON_LM": ENGINE,
     "ACCELERATE_USE_PARALLELISM_CONFIG": MESH,
 }
-"""Variables that ``accelerate launch`` sets -> what to do."""
+# Arguments of torch's DDP that are arguments of fsshard.wrap, too.
 OURS = ("broadcast_buffers", "find_unused_parameters")
-"""Arguments of torch's DDP that are arguments of ``fsshard.wrap``, too."""
+# Kinds of jobs, in Accelerate's words.
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Kinds of jobs, in Accelerate's words."""
 
 
 def check_settings(settings: Any) -> None:
     """Raise ConfigurationError if what was passed as ``fsshard=`` is no dict of arguments of ``fsshard.wrap``."""
-    taken = ("model", "optimizer", "scheduler")  # which the library hands over
+    # The library hands these over.
+    taken = ("model", "optimizer", "scheduler")
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) and key not in taken for key in settings):
         raise ConfigurationError(
             f'fsshard={settings!r}: expected a dict of arguments of fsshard.wrap, such as {{"backend": "fsdp2"}}'
         )
 
 
-def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
+def check_one_precision(autocast: str, settings: Settings) -> None:
     """Raise ConfigurationError if ``autocast``, as its users write it, is asked for and units that are cast whole."""
     if settings.get("mixed_precision") is not None:
         raise ConfigurationError(
@@ -72,7 +73,7 @@ def check_one_precision(autocast: str, settings: Mapping[str, Any]) -> None:
 
 def check_arguments(
     args: tuple[Any, ...],
-    arguments: Mapping[str, Any],
+    arguments: Settings,
     settings: Any,
 ) -> dict[str, Any]:
     """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
@@ -93,7 +94,7 @@ def check_arguments(
     return own
 
 
-def _check_handlers(handlers: Iterable[Any], settings: Mapping[str, Any]) -> None:
+def _check_handlers(handlers: Iterable[Any], settings: Settings) -> None:
     for handler in handlers:
         name = type(handler).__name__
         if "Recipe" in name:
@@ -133,7 +134,7 @@ def check_scaled(accelerator: Any) -> None:
         )
 
 
-def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
+def check_samples(settings: Settings, ranks: int) -> None:
     """Raise ConfigurationError if some of the ranks have to see the same samples, which Accelerate gives to no two."""
     place = data_rank_of(settings)
     if place is not None and place.size != ranks:
@@ -144,7 +145,7 @@ def check_samples(settings: Mapping[str, Any], ranks: int) -> None:
         )
 
 
-def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
+def check_batches(loader: Any, settings: Settings) -> None:
     """Raise ConfigurationError if ranks get several numbers of batches and gather weights in each forward. Collective.
 
     Args:
@@ -166,7 +167,7 @@ def check_batches(loader: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool) -> dict[str, Any]:
+def wrap_settings(accelerator: Any, settings: Settings, *, placed: bool) -> dict[str, Any]:
     """Return what ``fsshard.wrap`` gets: what was asked for, and for the rest what the library's DDP would do.
 
     Args:
@@ -176,7 +177,7 @@ def wrap_settings(accelerator: Any, settings: Mapping[str, Any], *, placed: bool
     """
     handler = accelerator.ddp_handler
     device = accelerator.device
-    keywords: dict[str, Any] = {} if handler is None else handler.to_kwargs()
+    keywords = {} if handler is None else handler.to_kwargs()
     if placed:
         keywords["device"] = torch.device("cpu") if device.type == "cpu" else device  # FSDP1 does not take "cpu:0"
     return keywords | dict(settings)

@@ -22,12 +22,12 @@ from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 
-from ..trainers import by_name, by_number
+from ..trainers import State, by_name, by_number
 from .preparing import PreparedOptimizer
 
 log = logging.getLogger("fsshard")
+# Seconds that ranks wait for one another.
 PATIENCE = 300.0
-"""Seconds that ranks wait for one another."""
 
 
 def world() -> dist.ProcessGroup | None:
@@ -78,7 +78,8 @@ def load_models(folder: Path, models: Sequence[nn.Module], *, strict: bool = Tru
     for path, model in zip(paths, models, strict=True):
         if isinstance(model, ShardedModule):
             fsshard.load(path, model, strict=strict, rng=False)
-        elif path.suffix == ".safetensors":  # of a model that was prepared for evaluation
+        elif path.suffix == ".safetensors":
+            # Accelerate writes such a file of a model that was prepared for evaluation.
             load_model(model, path, strict=strict)
         else:
             model.load_state_dict(torch.load(path, "cpu"), strict=strict)
@@ -101,12 +102,13 @@ class StateFiles(accelerate.Accelerator):
         **arguments: as for the parent.
     """
 
-    def __init__(self, *args: Any, settings: dict[str, Any], **arguments: Any) -> None:
+    def __init__(self, *args: Any, settings: State, **arguments: Any) -> None:
         self._settings = settings
-        self._held: dict[int, dict[str, Any]] = {}  # id of a model -> its whole state while files are written
+        # Id of a model -> its whole state while files are written.
+        self._held: dict[int, State] = {}
         super().__init__(*args, **arguments)
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> State:
         """Return whole tensors under the model's own names, on every rank, in host memory. Collective.
 
         Raises:
@@ -118,10 +120,10 @@ class StateFiles(accelerate.Accelerator):
         if isinstance(model, ShardedModule):
             meet("get_state_dict")
             return model.state_dict(offload_to_cpu=True)
-        found: dict[str, Any] = super().get_state_dict(model, unwrap)
+        found: State = super().get_state_dict(model, unwrap)
         return found
 
-    def _to_write(self, model: ShardedModule) -> dict[str, Any]:
+    def _to_write(self, model: ShardedModule) -> State:
         """Return the whole state where a rank writes it, else nothing. Collective."""
         everywhere = self.project_configuration.save_on_each_node or self._settings.get("device_mesh") is not None
         # Accelerate leaves out further names of a weight where it gets the kind of dict that modules give.
@@ -140,7 +142,8 @@ class StateFiles(accelerate.Accelerator):
             write(model, save_directory, max_shard_size, safe_serialization)
             return
         meet("save_model")
-        stand_in = nn.Module()  # the parent looks for parameters that are elsewhere
+        # The parent looks for parameters that are elsewhere.
+        stand_in = nn.Module()
         self._held[id(stand_in)] = self._to_write(model)
         try:
             agree(world(), lambda: write(stand_in, save_directory, max_shard_size, safe_serialization))
@@ -178,7 +181,7 @@ class StateFiles(accelerate.Accelerator):
     def load_state(
         self,
         input_dir: Any = None,
-        load_kwargs: dict[str, Any] | None = None,
+        load_kwargs: State | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load the state from the files of any engine, and of Accelerate's DDP. Collective.

@@ -15,12 +15,12 @@ from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, check_unstepped, name_groups
 
-from ..trainers import by_name, by_number, split_over
+from ..trainers import State, by_name, by_number, split_over
 
+# A model and its optimizers, which go into one call of fsshard.wrap.
 Share = tuple[nn.Module, list[Optimizer]]
-"""A model and its optimizers, which go into one call of ``fsshard.wrap``."""
+# Former parameters of wrapped models -> model and name: an optimizer that was made before may come later.
 Former = MutableMapping[Tensor, tuple["weakref.ref[ShardedModule]", str]]
-"""Former parameters of wrapped models -> model and name: an optimizer that was made before may come later."""
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -35,15 +35,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def __init__(self, optimizer: ShardedOptimizer, scaler: Any) -> None:
         kind = optimizer.optimizer_class
-        if callable(getattr(kind, "train", None)):  # and eval(), as of optimizers without a schedule
+        # Optimizers without a schedule have train() and eval().
+        if callable(getattr(kind, "train", None)):
             raise ConfigurationError(
                 f"{kind.__name__}.train() swaps whole weights, which belong to the engine; use an optimizer without it"
             )
         # Placing would send its state once around.
         super().__init__(optimizer, device_placement=False, scaler=scaler)
-        self.held: dict[str, Any] | None = None
+        self.held: State | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return a torch optimizer's state, with whole tensors and a number for each parameter. Collective."""
         if self.held is None:
             return by_number(self.optimizer)
@@ -93,9 +94,7 @@ def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     return shares, others
 
 
-def late(
-    optimizer: Optimizer, models: Iterable[Any], former: Former
-) -> tuple[Optimizer, ShardedModule, list[dict[str, Any]]]:
+def late(optimizer: Optimizer, models: Iterable[Any], former: Former) -> tuple[Optimizer, ShardedModule, list[State]]:
     """Find the model of an optimizer that comes after it, over parameters from before or after. Local.
 
     Returns:

@@ -20,10 +20,10 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.handover import point_at
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 
-from ..trainers import WrappedModel, whole_states
+from ..trainers import State, WrappedModel, whole_states
 
+# Modules that an engine has had that keeps parts of weights: one device may have no room for them.
 divided: WeakSet[nn.Module] = WeakSet()
-"""Modules that an engine has had that keeps parts of weights: one device may have no room for them."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class WrappedLightningModule(WrappedModel):
         states = [_saved(optimizer) for optimizer in self.optimizers]
         self.come_back()
         parameters = {slot.name: slot.parameter for slot in parameter_slots(self.wrapped.module)}
-        replaced: list[tuple[Any, Any]] = []
+        replaced = []
         for old, saved in zip(self.optimizers, states, strict=True):
             new = EndedOptimizer(old, parameters, saved)
             replaced.append((old, new))
@@ -62,13 +62,14 @@ class WrappedLightningModule(WrappedModel):
         point_at(self.schedulers, replaced)
 
 
-def _saved(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def _saved(optimizer: ShardedOptimizer) -> State:
     """Return the whole state by name; empty but on rank 0, and ``{"refused": ...}`` where parts give none."""
     keeps = optimizer.model.backend.settings.is_first
-    saved: dict[str, Any] = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
+    saved = {"param_groups": groups_by_name(optimizer), "keeps": keeps, "state": {}}
     try:
         saved["state"] = whole_states(optimizer, keep=keeps)
-    except OptimizerError as error:  # on every rank; who saves nothing need not know
+    except OptimizerError as error:
+        # It is raised on every rank; who saves nothing need not know.
         saved["refused"] = str(error)
     return saved
 
@@ -80,7 +81,7 @@ class EndedOptimizer(Optimizer):
         self,
         old: ShardedOptimizer,
         parameters: dict[str, nn.Parameter],
-        saved: dict[str, Any],
+        saved: State,
     ) -> None:
         groups = []
         for group in saved["param_groups"]:
@@ -91,10 +92,10 @@ class EndedOptimizer(Optimizer):
         for name, state in saved["state"].items():
             self.state[parameters[name]] = state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {**super().__getstate__(), "kind": self.kind, "saved": self.saved}
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, rank0_only: bool = False) -> State:
         """Return the state by parameter name, as a checkpoint has it; empty but on rank 0.
 
         Raises:

@@ -14,8 +14,8 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.averages import numbers
 from fsshard.sharded.module import ShardedModule
 
+# The base of EMAWeightAveraging, since Lightning 2.5.6.
 AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
-"""The base of ``EMAWeightAveraging``, since Lightning 2.5.6."""
 
 
 class Parts(nn.Module):
@@ -60,7 +60,8 @@ def average_parts(
         return
     if isinstance(average.module, Parts) or average.module is model.module:
         return
-    kind = getattr(type(callback), "users_kind", type(callback))  # of a fit() before
+    # It may have been made in a fit() before.
+    kind = getattr(type(callback), "users_kind", type(callback))
     bases = (OverParts,) if kind is AVERAGING else (kind, OverParts)
     callback.__class__ = type(kind.__name__, bases, {"sharded": staticmethod(sharded), "users_kind": kind})
     callback.copied = False
@@ -172,7 +173,8 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
         model = self.engine(module)
         average = self._average_model
         if model is None:
-            if average is not None and average.module is module:  # they are two again
+            # They are two objects again.
+            if average is not None and average.module is module:
                 average.module = copy.deepcopy(module)
             super().on_load_checkpoint(trainer, module, checkpoint)
             return

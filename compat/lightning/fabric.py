@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
@@ -16,7 +15,16 @@ from fsshard.errors import ConfigurationError
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..trainers import by_name, check_scaler, clip_by_value, name_calls, sampler_arguments, scaler_like, split_over
+from ..trainers import (
+    State,
+    by_name,
+    check_scaler,
+    clip_by_value,
+    name_calls,
+    sampler_arguments,
+    scaler_like,
+    split_over,
+)
 from .plugins import check_place, lightnings, refuse_precision
 
 # The state dict of what fabric.setup() gives is that of the module within (2.6).
@@ -116,19 +124,19 @@ class FabricStrategy(DDPStrategy):
         with optimizer.under_scaler() if isinstance(optimizer, ShardedOptimizer) else contextlib.nullcontext():
             self.precision.unscale_gradients(optimizer)
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_module_state_dict(self, module: nn.Module) -> State:
         """Return whole tensors under the model's own names, on rank 0. Collective."""
         if isinstance(module, ShardedModule):
             return module.state_dict(rank0_only=True, offload_to_cpu=True)
         return super().get_module_state_dict(module)
 
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def get_optimizer_state(self, optimizer: Optimizer) -> State:
         """Return whole tensors by parameter name, on rank 0. Collective."""
         if isinstance(optimizer, ShardedOptimizer):
             return optimizer.state_dict(rank0_only=True)
         return super().get_optimizer_state(optimizer)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, path: Any, state: State, *args: Any, **kwargs: Any) -> None:
         """Write a checkpoint as Lightning does. Collective.
 
         Raises:
@@ -137,7 +145,7 @@ class FabricStrategy(DDPStrategy):
         check_place(path, self)
         super().save_checkpoint(path, state, *args, **kwargs)
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> State:
         """Load the file of any engine, or of Lightning's strategies, whose optimizers count parameters. Collective."""
         if isinstance(state, ShardedOptimizer):
             state.load_state_dict(by_name(self.checkpoint_io.load_checkpoint(path), state))
@@ -165,9 +173,9 @@ class _ByName:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        self.state_dict: Callable[[], dict[str, Any]] = optimizer.state_dict
+        self.state_dict = optimizer.state_dict
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Load it. Collective."""
         self._optimizer.load_state_dict(by_name(state, self._optimizer))
 

@@ -24,11 +24,11 @@ from ..trainers import check_scaler
 
 # ------------------------------------------------------------------------------------------------ ranks
 
+# Arguments of Lightning's DDP strategies; the others of ours are those of wrap.
 LIGHTNINGS = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"),
     *("process_group_backend", "timeout"),
 )
-"""Arguments of Lightning's DDP strategies; the others of ours are those of :func:`fsshard.wrap`."""
 
 
 class Launched(TorchElasticEnvironment):
@@ -69,7 +69,8 @@ class WholeLauncher(_MultiProcessingLauncher):
         module = trainer.lightning_module
         if sharded is None:
             return super()._collect_rank_zero_results(trainer, results)
-        whole = sharded.state_dict(rank0_only=True, offload_to_cpu=True)  # Lightning asks the module, which has parts
+        # Lightning would ask the module, which has parts.
+        whole = sharded.state_dict(rank0_only=True, offload_to_cpu=True)
         module.state_dict = lambda: whole
         try:
             return super()._collect_rank_zero_results(trainer, results)
@@ -159,7 +160,8 @@ class DividedState(dict[str, Any]):
 
 def check_place(path: Any, strategy: Any) -> None:
     """Raise CheckpointError on every rank if ``path`` is a directory, where a file is to come. Collective."""
-    if strategy.broadcast(Path(path).is_dir()):  # Lightning would move the file into it
+    # Lightning would move the file into it.
+    if strategy.broadcast(Path(path).is_dir()):
         raise CheckpointError(
             f"{path} is a directory, such as a checkpoint in parts, and a whole checkpoint is a file; remove it, save "
             "under another name, or take save_distributed_checkpoint=True, which replaces a checkpoint in parts"

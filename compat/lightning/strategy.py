@@ -23,7 +23,7 @@ from fsshard.model.checks import is_managed
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.unwrapping import ModelBeforeWrap
 
-from ..trainers import by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, wrapped_model_of
+from ..trainers import State, by_name, clip_by_value, name_calls, sampler_arguments, scaler_like, wrapped_model_of
 from .after_fit import WrappedLightningModule, divided, lacking, named_after, plain_scaler
 from .averaging import AVERAGING, OverParts, average_parts
 from .fabric import FabricStrategy
@@ -43,8 +43,8 @@ from .plugins import (
 log = logging.getLogger(__name__)
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
+# Names of Lightning 1.x, over FairScale's OSS and ShardedDDP, which Lightning 2.0 left out -> how ranks start.
 FORMER = {"ddp_sharded": "popen", "ddp_sharded_spawn": "spawn"}
-"""Names of Lightning 1.x, over FairScale's OSS and ShardedDDP, which Lightning 2.0 left out -> how ranks start."""
 
 SAVE = "on every rank call trainer.save_checkpoint(file)"
 LOAD = "load it before fit(), or call fit(module, ckpt_path=file)"
@@ -125,7 +125,8 @@ class Strategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Set up as Lightning does, and hand a module that is trained again back before any hook sees it."""
         super().setup_environment()
-        self._waiting, self._restored = None, False  # of a fit that has failed
+        # They may be of a fit that has failed.
+        self._waiting, self._restored = None, False
         module: Any = self._lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -207,8 +208,10 @@ class Strategy(DDPStrategy):
         self._move_all_else(module)
 
     def _move_all_else(self, module: Any) -> None:
-        _update_properties(module, device=self.root_device)  # what module.device says
-        for part in module.modules():  # states that are neither parameters nor buffers
+        # From here on module.device says so.
+        _update_properties(module, device=self.root_device)
+        # Metrics have states that are neither parameters nor buffers.
+        for part in module.modules():
             if isinstance(part, Metric):
                 part.to(self.root_device)
 
@@ -226,7 +229,7 @@ class Strategy(DDPStrategy):
                 "module with validate(), test() or predict()"
             )
         configs = self.lr_scheduler_configs
-        schedulers: list[Any] = [config.scheduler for config in configs]
+        schedulers = [config.scheduler for config in configs]
         given = {"backend": self.backend, "device": self.root_device, **self.settings}
         bare = ModelBeforeWrap(module)
         wrapped: Any = fsshard.wrap(module, list(self.optimizers), schedulers, **given)
@@ -299,7 +302,7 @@ class Strategy(DDPStrategy):
         else:
             self._sharded.load_state_dict(checkpoint["state_dict"], strict=strict)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> State:
         """Return whole tensors by the module's names, on rank 0; none where each rank writes its own. Collective."""
         if self._sharded is None:
             return super().lightning_module_state_dict()
@@ -320,14 +323,15 @@ class Strategy(DDPStrategy):
             self._load_weights(checkpoint, strict)
         self._restored = True
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> State:
         """Return whole tensors by parameter name, on rank 0; none where each rank writes its own. Collective."""
         if self.divides_files:
             return {}
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._wrapped_model is not None:  # another Trainer has given the module back
+        # Another Trainer may have given the module back.
+        if self._wrapped_model is not None:
             inner = self._wrapped_model.left.get(id(inner), inner)
-        state: dict[str, Any] = inner.state_dict(rank0_only=True)
+        state: State = inner.state_dict(rank0_only=True)
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -336,7 +340,8 @@ class Strategy(DDPStrategy):
         Raises:
             StateDictError: the checkpoint has another number of optimizers, or of parameters in a group.
         """
-        if isinstance(checkpoint, DividedState):  # only now: callbacks have put groups of their own back
+        # Only now: callbacks have put groups of their own back.
+        if isinstance(checkpoint, DividedState):
             load_divided(checkpoint.path, self._sharded, list(self.optimizers))
             return
         states = checkpoint["optimizer_states"]
@@ -349,7 +354,7 @@ class Strategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(by_name(state, optimizer))  # type: ignore[arg-type]
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: State, filepath: Any, storage_options: Any = None) -> None:
         """Write a file as Lightning does, or a directory (``save_distributed_checkpoint``). Collective.
 
         Raises:
@@ -361,11 +366,11 @@ class Strategy(DDPStrategy):
             return
         save_divided(filepath, self._sharded, list(self.optimizers), self.broadcast(checkpoint))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> State:
         """Read a file as Lightning does, or of a directory what is neither weights nor optimizers."""
         if Path(checkpoint_path).is_dir():
             return read_others(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: State = super().load_checkpoint(checkpoint_path, weights_only)
         return checkpoint
 
     def teardown(self) -> None:
@@ -376,9 +381,11 @@ class Strategy(DDPStrategy):
             self._hand_back(self._wrapped_model)
         module = self._lightning_module
         optimizers = self.optimizers
-        kept = module is not None and is_managed(module)  # also by another Trainer's strategy
+        # Another Trainer's strategy may manage it, too.
+        kept = module is not None and is_managed(module)
         self.optimizers = []
-        self._lightning_module = None if kept else module  # so that it is not moved to the CPU
+        # Without it the parent does not move it to the CPU.
+        self._lightning_module = None if kept else module
         try:
             super().teardown()
         finally:
@@ -419,7 +426,7 @@ class Strategy(DDPStrategy):
 
 def register() -> None:
     """Put ``"fsshard_fsdp2"`` and the like into Lightning's and Fabric's registries, and the names of Lightning 1.x."""
-    registries: list[tuple[Any, Any]] = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
+    registries = [(StrategyRegistry, Strategy), (STRATEGY_REGISTRY, FabricStrategy)]
     for registry, kind in registries:
         for engine in ENGINES:
             registry.register(

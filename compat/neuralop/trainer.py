@@ -26,6 +26,8 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from .batches import EvaluationLoader, Reduction, loss_reduction, set_epoch, undivided
 from .training_state import load_training_state, save_training_state
 
+Metrics = dict[str, Any]  # by name: errors, times, learning rates
+
 log = logging.getLogger("fsshard")
 
 
@@ -108,18 +110,20 @@ class Trainer(neuralop.Trainer):
             n_epochs=n_epochs,
             device=settings.device if device is None else device,
             mixed_precision=mixed_precision,
-            use_distributed=False,  # the parent: DDP(model, device_ids=[rank]), a ValueError on the CPU
+            # With it the parent calls DDP(model, device_ids=[rank]), a ValueError on the CPU.
+            use_distributed=False,
             verbose=verbose and first,
             wandb_log=wandb_log and first,
             **options,
         )
         self.global_loss_reduction = global_loss_reduction
-        self.n_samples: Any = 0  # a number, or within a training epoch one on the device
+        # A number; within a training epoch it is one on the device.
+        self.n_samples: Any = 0
         self._group = settings.group
         self._rank = settings.rank
         self._world_size = settings.world_size
         self._best = float("inf")
-        self._eval_metrics: dict[str, Any] = {}
+        self._eval_metrics: Metrics = {}
         self._eval_loader: EvaluationLoader | None = None
 
     # ------------------------------------------------------------------------------------------ training
@@ -134,7 +138,7 @@ class Trainer(neuralop.Trainer):
         training_loss: Callable[..., Any] | None = None,
         *args: Any,
         **options: Any,
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """Train; arguments and result are the parent's. Collective.
 
         Raises:
@@ -148,7 +152,7 @@ class Trainer(neuralop.Trainer):
         if self._world_size > 1 and undivided(train_loader) and self._rank == 0:
             log.warning("the train loader has no DistributedSampler: every rank may train on the same samples")
         self._best = float("inf")
-        metrics: dict[str, Any] = super().train(
+        metrics: Metrics = super().train(
             train_loader, test_loaders, optimizer, scheduler, regularizer, loss, *args, **options
         )
         return metrics
@@ -200,7 +204,7 @@ class Trainer(neuralop.Trainer):
         lasso = avg_lasso_loss if avg_lasso_loss is None else float(avg_lasso_loss)
         return train_err, float(avg_loss), lasso, seconds
 
-    def train_one_batch(self, idx: int, sample: dict[str, Any], training_loss: Any) -> Tensor:
+    def train_one_batch(self, idx: int, sample: Metrics, training_loss: Any) -> Tensor:
         """Return the loss to call backward on, whose value is that of the global batch. Collective."""
         counted = self.n_samples
         self.n_samples = 0
@@ -234,7 +238,7 @@ class Trainer(neuralop.Trainer):
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate_all(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def evaluate_all(self, *args: Any, **kwargs: Any) -> Metrics:
         """Compute the parent's metrics of every test loader, over all ranks. Collective."""
         self._eval_metrics = super().evaluate_all(*args, **kwargs)
         return self._eval_metrics
@@ -246,11 +250,11 @@ class Trainer(neuralop.Trainer):
         log_prefix: Any = "",
         *args: Any,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """Compute the parent's metrics of one loader: sums of losses over all ranks' samples. Collective."""
         self._eval_loader = loader = EvaluationLoader(data_loader)
         try:
-            errors: dict[str, Any] = super().evaluate(loss_dict, loader, log_prefix, *args, **kwargs)
+            errors: Metrics = super().evaluate(loss_dict, loader, log_prefix, *args, **kwargs)
         finally:
             self._eval_loader = None
         names = {f"{log_prefix}_{name}": loss for name, loss in loss_dict.items()}
@@ -265,15 +269,15 @@ class Trainer(neuralop.Trainer):
         self.n_samples = int(count)
         return errors
 
-    def eval_one_batch(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    def eval_one_batch(self, *args: Any, **kwargs: Any) -> tuple[Metrics, Any]:
         """Evaluate a batch; one of nothing but a repeated sample runs and does not count."""
         return self._counting(super().eval_one_batch, *args, **kwargs)
 
-    def eval_one_batch_autoreg(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    def eval_one_batch_autoreg(self, *args: Any, **kwargs: Any) -> tuple[Metrics, Any]:
         """Evaluate as :meth:`eval_one_batch`."""
         return self._counting(super().eval_one_batch_autoreg, *args, **kwargs)
 
-    def _counting(self, evaluate: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    def _counting(self, evaluate: Any, *args: Any, **kwargs: Any) -> tuple[Metrics, Any]:
         counted = self.n_samples
         losses, output = evaluate(*args, **kwargs)
         if self._eval_loader is not None and self._eval_loader.void:
@@ -288,10 +292,11 @@ class Trainer(neuralop.Trainer):
 
         With ``save_best`` nothing is written unless the metric is the best so far, over resumes too.
         """
-        manifest: dict[str, Any] = {"epoch": self.epoch}
+        manifest = {"epoch": self.epoch}
         if self.save_best is not None and self._eval_metrics:
             value = float(self._eval_metrics[self.save_best])
-            if not value < self._best:  # the parent forgets at a resume, and overwrites the best model with a worse one
+            # The parent forgets it at a resume, and overwrites the best model with a worse one.
+            if not value < self._best:
                 return
             self._best = value
             manifest |= {"best_metric": self.save_best, "best_value": value}
@@ -322,7 +327,8 @@ class Trainer(neuralop.Trainer):
             self._best = manifest["best_value"]
         if manifest.get("epoch") is None:
             return
-        self.start_epoch = manifest["epoch"] + 1  # it is saved at the end of its epoch; the parent trains it again
+        # It is saved at the end of its epoch, which the parent trains again.
+        self.start_epoch = manifest["epoch"] + 1
         if self.start_epoch >= self.n_epochs:
             raise ConfigurationError(
                 f"nothing left to train: {save_dir} holds the state after {self.start_epoch} epochs, and "
@@ -386,7 +392,7 @@ class IncrementalFNOTrainer(Trainer):
         )
         self.loss_list: list[float] = []
 
-    def train(self, *args: Any, resume_from_dir: Any = None, **options: Any) -> dict[str, Any]:
+    def train(self, *args: Any, resume_from_dir: Any = None, **options: Any) -> Metrics:
         """Train as the parent does. Collective.
 
         Raises:

@@ -23,7 +23,7 @@ from fsshard.model.checks import agree
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
-from ..trainers import by_name
+from ..trainers import State, by_name
 
 log = logging.getLogger("fsshard")
 PLAIN = (str, bytes, int, float, complex, type(None), Tensor, torch.dtype, torch.device, torch.Size)
@@ -61,8 +61,9 @@ def save_training_state(
     def write() -> None:
         if settings.rank:
             return
-        files: dict[str, Any] = {f"{save_name}_state_dict.pt": weights}
-        if hasattr(model.module, "_init_kwargs"):  # neuralop's BaseModel; from_checkpoint rebuilds the model from it
+        files: State = {f"{save_name}_state_dict.pt": weights}
+        # neuralop's BaseModel has them: from_checkpoint rebuilds the model from them.
+        if hasattr(model.module, "_init_kwargs"):
             files[f"{save_name}_metadata.pkl"] = model.module._init_kwargs
         files |= {f"{name}.pt": state for name, state in states.items()}
         index = {"model": f"{save_name}_state_dict.pt", **{name: f"{name}.pt" for name in states}, **manifest}
@@ -81,7 +82,8 @@ def _write_all(folder: Path, files: Mapping[str, Any], plain: set[str]) -> None:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if name in plain and (strange := get_unsafe_globals_in_checkpoint(parts[name])):  # a resume refuses them
+            # A resume refuses what torch does not unpickle.
+            if name in plain and (strange := get_unsafe_globals_in_checkpoint(parts[name])):
                 raise ConfigurationError(
                     f"{name} would hold objects that torch.load(weights_only=True) refuses ({', '.join(strange)}); "
                     "nothing was written. Leave them out of that state_dict, or allow them with "
@@ -102,7 +104,7 @@ def load_training_state(
     save_name: str,
     model: ShardedModule,
     **parts: Any,
-) -> dict[str, Any]:
+) -> State:
     """Read what :func:`save_training_state`, or neuralop's own Trainer, wrote; give the manifest. Collective.
 
     Every rank reads the files; nothing is unpickled but plain data and what the live model's own metadata holds.
@@ -128,7 +130,7 @@ def _read_all(
     save_name: str,
     model: ShardedModule,
     wanted: list[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[State, State]:
     globals_of_model = dict(_globals_of(getattr(model.module, "_init_kwargs", {})))
     manifest = _read(folder / "manifest.pt", {}) if (folder / "manifest.pt").exists() else {}
     states = {"model": _read(folder / f"{save_name}_state_dict.pt", globals_of_model)}

@@ -11,6 +11,8 @@ from fsshard.errors import ConfigurationError
 from ..accelerate.arguments import MESH, check_one_precision, check_scaled, check_settings
 from ..trainers import check_scaler
 
+# Methods of Hugging Face's Trainer, version 5.23, that it does not document and that are overridden or called. One
+# that is gone would be silently left out: gradients clipped by one rank's norm, say.
 OVERRIDDEN = (
     "_clip_grad_norm",
     "_get_grad_norm",
@@ -24,10 +26,9 @@ OVERRIDDEN = (
     "_save_optimizer_and_scheduler",
     "_wrap_model",
 )
-"""Methods of Hugging Face's Trainer, version 5.23, that it does not document and that are overridden or called. One
-that is gone would be silently left out: gradients clipped by one rank's norm, say."""
 
 ANOTHER_ENGINE = "fsshard= names the engine; leave it out"
+# Argument -> what to do. It is asked for where it has a value other than its default, which is None or False.
 INSTEAD = {
     "auto_find_batch_size": "a model that an engine has divided is not divided again; set per_device_train_batch_size",
     "bf16_full_eval": "an engine's parameters keep their dtype; use bf16=True",
@@ -40,7 +41,6 @@ INSTEAD = {
     "parallelism_config": MESH,
     "torch_compile": 'pass fsshard={"compile": True}, which compiles unit by unit',
 }
-"""Argument -> what to do. It is asked for where it has a value other than its default, which is None or False."""
 
 
 def check_library(trainer: type = transformers.Trainer) -> None:

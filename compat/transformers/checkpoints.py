@@ -21,8 +21,8 @@ from ..trainers import by_name, by_number
 log = logging.getLogger("fsshard")
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
+# Within a checkpoint: a directory of save, in which every rank has written what it holds.
 PARTS = "fsshard"
-"""Within a checkpoint: a directory of :func:`fsshard.save`, in which every rank has written what it holds."""
 EARLIER = (SCHEDULER, OPTIMIZER, SCALER_NAME, "model*.safetensors", "adapter_model*", "pytorch_model*", "*.index.json")
 
 

@@ -123,7 +123,8 @@ class Trainer(transformers.Trainer):
                 "train(): this Trainer's model has been given to another one, and its optimizer has ended with the "
                 "engine; train with that one, or with a new Trainer and resume_from_checkpoint=..."
             )
-        if self._created_lr_scheduler:  # by an earlier train(), for its number of steps
+        # An earlier train() has made it, for its number of steps.
+        if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
         if self._sharded is None:
@@ -132,7 +133,8 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
-        if isinstance(self.optimizer, PreparedOptimizer):  # where Accelerate looks whether a step was skipped
+        # Accelerate looks there whether a step was skipped.
+        if isinstance(self.optimizer, PreparedOptimizer):
             self.optimizer._is_accelerate_prepared = True
             self.accelerator.prepare_optimizer(self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -147,7 +149,7 @@ class Trainer(transformers.Trainer):
         bare = ModelBeforeWrap(model)
         # Autocast goes around the model's forward, within the engine's wrappers, as under Hugging Face's DDP.
         self.accelerator.prepare_model(model, evaluation_mode=True)
-        handed: list[Any] = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
+        handed = [each for each in (self.optimizer, self.lr_scheduler) if each is not None]
         wrapped: Any = library.wrap(model, *handed, **wrap_settings(self.accelerator, self._settings, placed=True))
         name_calls(wrapped[0], SAVE, LOAD)
         self.model_wrapped, self.optimizer = wrapped[:2]
@@ -172,10 +174,12 @@ class Trainer(transformers.Trainer):
         if state_dict is None and self._sharded is not None:
             allowed = self._sharded.save_pretrained
             if allowed is not model.save_pretrained:
-                allowed()  # raises: outside of full_parameters() there is only this rank's part
+                # It raises: outside of full_parameters() there is only this rank's part.
+                allowed()
         if state_dict is None or self._sharded is None:
             return own(*args, state_dict=state_dict, **kwargs)
-        with self._sharded.backend.bare():  # PEFT asks some modules for their state dicts, to have the names in them
+        # PEFT asks some modules for their state dicts, to have the names in them.
+        with self._sharded.backend.bare():
             return own(*args, state_dict=state_dict, **kwargs)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -194,7 +198,8 @@ class Trainer(transformers.Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the parent does; meanwhile no other Trainer is made of the model."""
-        self._runs = True  # is_in_train stays so where an error ends a training
+        # is_in_train stays so where an error ends a training.
+        self._runs = True
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -281,7 +286,8 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._sharded is not None:
             self._load(resume_from_checkpoint, functools.partial(super()._load_from_checkpoint, resume_from_checkpoint))
-        elif parts_of(resume_from_checkpoint) is None:  # else with the optimizer, once an engine has the model
+        elif parts_of(resume_from_checkpoint) is None:
+            # With parts it is loaded with the optimizer, once an engine has the model.
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -289,7 +295,8 @@ class Trainer(transformers.Trainer):
             load_optimizer(Path(checkpoint), self._stepped, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if self.accelerator.scaler is not None:  # a file of one is no reason to have one
+        # A file of a scaler is no reason to have one.
+        if self.accelerator.scaler is not None:
             super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
@@ -322,7 +329,8 @@ class _ModelOfTrainer(WrappedModel):
             ConfigurationError: it is in the midst of its training.
         """
         former = self.trainer()
-        former = former if former is not None and former.model is self.wrapped.module else None  # model_init makes more
+        # model_init makes more models.
+        former = former if former is not None and former.model is self.wrapped.module else None
         if former is not None and former._runs:
             raise ConfigurationError(
                 "the model is being trained by another Trainer: create this one when train() has returned; in a "

@@ -28,7 +28,7 @@ from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
-from fsshard.complex_params.slots import ModuleTable, ParameterSlot
+from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.oss.collectives import average, used_anywhere
@@ -66,53 +66,72 @@ class Backend(ABC):
         self.module = module
         # Of this rank's loss and gradients in the mean over ranks; None: 1, as of all.
         self.rank_weight: float | None = None
-        hints = sorted(settings.options.keys() - set(self.facts.option_names))
-        if hints and settings.rank == 0:
-            log.info("backend %r ignores %s", self.name, ", ".join(hints))
-        own = {name: value for name, value in settings.options.items() if name not in hints}
-        settings = replace(settings, options=own)
+        settings = self._without_hints(settings)
         self.settings = settings
-        layouts = None if settings.model_mesh is None else settings.model_mesh.layouts
+        plan = settings.plan
+        layouts = None
+        if settings.model_mesh is not None:
+            layouts = settings.model_mesh.layouts
         table = ModuleTable(module)
         self.entries = collect_entries(table, layouts)
         self.key_order, self.keys = self._name_keys()
         if not self.facts.marks_unit_inputs:
-            for name in settings.plan.unit_names:
+            for name in plan.unit_names:
                 mark_unit_inputs(table.modules[name])
-        units = {unit.name: unit for unit in settings.plan.units}
         self._regions: dict[str, list[nn.Module]] = {}
         if settings.source is not None:
-            self._regions = _unit_modules(module, settings.plan)
+            self._regions = _unit_modules(module, plan)
         if self.facts.divides != "elements":
+            units = {unit.name: unit for unit in plan.units}
             # In the order in which others shard each unit before the next is made.
-            for name in (*settings.plan.unit_names, ""):
+            for name in (*plan.unit_names, ""):
                 self._make_real(units[name])
         self.all = list(self.entries.values())
-        self.groups: Mapping[str, tuple[str, ...]] = {unit.name: unit.parameters for unit in settings.plan.units}
+        self.groups = {unit.name: unit.parameters for unit in plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None
         self.step = StepState(self.name, self.facts.transitions)
-        self._flags = [entry.parameter.requires_grad for entry in self.all]  # whether the engine trains it
-        self._deviates = False  # others are trainable in the latest forward than were to the engine
+        # Whether the engine trains each of them.
+        self._flags = [entry.parameter.requires_grad for entry in self.all]
+        # Whether others are trainable in the latest forward than were to the engine.
+        self._deviates = False
         self.engine = self.shard()
-        is_flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
         self.guard: PartsGuard | None = None
+        is_flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
         # DTensors on one rank, too: what a script may do must not depend on how many there are.
         if self.facts.has_dtensors or is_flat:
             parameters = [entry.parameter for entry in self.all]
             self.guard = PartsGuard(module, parameters, torchs_own=self.facts.has_dtensors)
+
+    def _without_hints(self, settings: Settings) -> Settings:
+        """Return the settings with the engine's own options alone."""
+        own = {}
+        hints = []
+        for name, value in sorted(settings.options.items()):
+            if name in self.facts.option_names:
+                own[name] = value
+            else:
+                hints.append(name)
+        if hints and settings.rank == 0:
+            log.info("backend %r ignores %s", self.name, ", ".join(hints))
+        return replace(settings, options=own)
 
     def _name_keys(self) -> tuple[list[str], dict[str, str]]:
         """Return the state dict's keys in order, and for those of parameters their names.
 
         Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
         """
-        names: dict[int, str] = {}
+        names = {}
         for entry in self.entries.values():
             for slot in entry.slots:
                 names[id(slot.parameter)] = entry.name
         with raw_state():
             raw = self.module.state_dict(keep_vars=True)
-        keys = {key: names[id(value)] for key, value in raw.items() if id(value) in names}
+        keys = {}
+        for key, value in raw.items():
+            name = names.get(id(value))
+            # What has none is a buffer, or extra state.
+            if name is not None:
+                keys[key] = name
         return self.settings.ignored.keys or list(raw), keys
 
     # ------------------------------------------------------------------------------------------ at wrap
@@ -193,7 +212,8 @@ class Backend(ABC):
                 self.step.left.discard(entry.name)
             elif before and self._holds_local():
                 self.step.left.add(entry.name)
-        with taking_gradients(entry.parameter for entry, now in zip(self.all, flags, strict=True) if now):
+        trained = [entry.parameter for entry in itertools.compress(self.all, flags)]
+        with taking_gradients(trained):
             self.on_trainable_changed()
         self._flags = flags
 
@@ -246,7 +266,8 @@ class Backend(ABC):
         group = self.settings.group
         left = [entry.parameter for entry in entries if entry.name in self.step.left]
         if left and group is not None:
-            used = used_anywhere([parameter.grad is not None for parameter in left], group, self.settings.device)
+            has_gradient = [parameter.grad is not None for parameter in left]
+            used = used_anywhere(has_gradient, group, self.settings.device)
             with torch.no_grad():
                 average(list(itertools.compress(left, used)), group, {})
         self.step.left.difference_update(entry.name for entry in entries)
@@ -256,23 +277,30 @@ class Backend(ABC):
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return those of ``names`` that are trainable and received no gradient on this rank."""
-        entries = [self.entries[name] for name in names]
-        return [entry.name for entry in entries if entry.parameter.requires_grad and entry.parameter.grad is None]
+        unused = []
+        for name in names:
+            parameter = self.entries[name].parameter
+            if parameter.requires_grad and parameter.grad is None:
+                unused.append(name)
+        return unused
 
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         """Drop (or zero) the gradients of ``entries``."""
         for entry in entries:
             self.step.left.discard(entry.name)
             if set_to_none:
-                GRAD.__set__(entry.parameter, None)  # past a setter of ours that hears what users drop
+                # Past a setter of ours that hears what users drop.
+                GRAD.__set__(entry.parameter, None)
             elif entry.parameter.grad is not None:
                 entry.parameter.grad.detach().zero_()
 
     def _reduce_dtypes(self) -> dict[nn.Parameter, torch.dtype | None]:
         """Return in which dtype each parameter's gradient is sent, by the plan's units; None is its own."""
-        units = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
-        infos = self.settings.plan.parameters
-        return {entry.parameter: units[infos[name].unit] for name, entry in self.entries.items()}
+        dtypes = {}
+        for unit in self.settings.plan.units:
+            for name in unit.parameters:
+                dtypes[self.entries[name].parameter] = unit.reduce_dtype
+        return dtypes
 
     # ------------------------------------------------------------------------------------------ optimizers
 
@@ -309,8 +337,8 @@ class Backend(ABC):
     @contextlib.contextmanager
     def whole_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the user's modules hold ``whole`` in place of their shards."""
-        before: list[tuple[ParameterSlot, Any]] = []
-        replacements: dict[str, nn.Parameter] = {}
+        before = []
+        replacements = {}
         kind = nn.Parameter if self.settings.precision.send is None else UngatheredParameter
         for name, value in whole.items():
             shard = self.entries[name].parameter
@@ -377,8 +405,12 @@ def _unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:
 
 def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
     """Return ``unit`` and the modules below it that are in no other unit, in the order of ``nn.Module.apply``."""
-    found = [module for child in unit.children() if child not in others for module in _region(child, others)]
-    return list(dict.fromkeys([*found, unit]))
+    region = {}
+    for child in unit.children():
+        if child not in others:
+            region.update(dict.fromkeys(_region(child, others)))
+    region[unit] = None
+    return list(region)
 
 
 def _is_accumulated(leaf: Tensor) -> bool:
@@ -391,6 +423,7 @@ def _is_accumulated(leaf: Tensor) -> bool:
     try:
         return will_execute(node)
     except RuntimeError as error:
-        if "running autograd.grad()" not in str(error):  # which captures this very leaf (torch 2.13)
+        # In torch 2.13 autograd.grad says so where it captures this very leaf.
+        if "running autograd.grad()" not in str(error):
             raise
         return False

@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from fsshard.planning.entries import Entry
 from fsshard.planning.plan import Unit
 
 if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
+# Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation.
 CALLS = "_fsshard_calls"
-"""Attribute of a tensor: for how many calls of a collective the one over it stands, in a simulation."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +57,36 @@ class UnitCost:
 
 def divided_among(backend: Backend) -> int:
     """Return how many ranks share one copy of what the engine divides; all ranks, where it divides nothing."""
-    group = backend.settings.group
-    for entry in backend.all:
-        if entry.group is not None:
-            group = entry.group
-            break
-    return 1 if group is None else group.size()
+    groups = [entry.group for entry in backend.all]
+    for group in (*groups, backend.settings.group):
+        if group is not None:
+            return group.size()
+    return 1
 
 
 def unit_cost(backend: Backend, unit: Unit) -> UnitCost:
     """Return what ``unit`` costs on this rank, by arithmetic. Local."""
     entries = [backend.entries[name] for name in unit.parameters]
     if backend.facts.divides == "elements":
-        return _cost_of_shards(backend, unit, entries) if entries else UnitCost(held=0)
-    trained = _trained(entries)
-    reduced = sum(_bytes_sent(entry, unit) for entry in trained)
+        if not entries:
+            return UnitCost(held=0)
+        return _cost_of_shards(backend, unit, entries)
+    reduced = 0
+    updated = 0
+    for entry in _trained(entries):
+        numbers = entry.stored_shape.numel()
+        dtype = entry.parameter.dtype
+        reduced += numbers * (unit.reduce_dtype or dtype).itemsize
+        updated += numbers * dtype.itemsize
     ranks = divided_among(backend)
     if backend.facts.divides == "nothing":
-        return UnitCost(held=unit.nbytes, payloads=(Payload("all_reduce", reduced, reduced, ranks),))
+        payloads = [Payload("all_reduce", reduced, reduced, ranks)]
+        return UnitCost(held=unit.nbytes, payloads=tuple(payloads))
     # Gradients go to the owner of each parameter, who sends the new values to all.
-    updated = sum(entry.stored_shape.numel() * entry.parameter.element_size() for entry in trained)
-    payloads = [Payload("all_to_all", reduced, reduced, ranks), Payload("broadcast", updated, updated, ranks)]
+    payloads = [
+        Payload("all_to_all", reduced, reduced, ranks),
+        Payload("broadcast", updated, updated, ranks),
+    ]
     replicas = backend.settings.world_size // ranks
     if replicas > 1:
         # Of what is a rank's own, on average.
@@ -86,36 +97,44 @@ def unit_cost(backend: Backend, unit: Unit) -> UnitCost:
 
 def _cost_of_shards(backend: Backend, unit: Unit, entries: list[Entry]) -> UnitCost:
     ranks = divided_among(backend)
-    replicas = backend.settings.world_size // ranks
     # A unit has one dtype.
     dtype = entries[0].parameter.dtype
-    compute = (unit.compute or dtype).itemsize
-    gather = (unit.send or unit.compute or dtype).itemsize
-    send = (unit.reduce_dtype or dtype).itemsize
-    padded, real = _numbers(entries)
-    padded_gradients, real_gradients = _numbers(_trained(entries))
+    compute = unit.compute or dtype
+    gather = unit.send or compute
     gathers = backend._gathers(unit)
-    gathered = padded * ranks * compute
-    payloads = [Payload("all_gather", padded * ranks * gather, real * gather, count) for count in gathers]
+    padded, real = _numbers(entries)
+    payloads = []
+    for count in gathers:
+        # FSDP2 can gather again among fewer ranks than share a copy.
+        payloads.append(Payload("all_gather", padded * ranks * gather.itemsize, real * gather.itemsize, count))
     gathered_again = backend._gathered_again(unit)
     if gathered_again:
-        padded_again, real_again = _numbers(gathered_again)
-        payloads.append(Payload("all_gather", padded_again * ranks * gather, real_again * gather, ranks))
-    payloads.append(Payload("reduce_scatter", padded_gradients * send * ranks, real_gradients * send, ranks))
+        payloads.append(_payload("all_gather", gathered_again, gather, ranks))
+    send = unit.reduce_dtype or dtype
+    reduced = _payload("reduce_scatter", _trained(entries), send, ranks)
+    payloads.append(reduced)
+    replicas = backend.settings.world_size // ranks
     if replicas > 1:
-        least = -(-real_gradients // ranks) * send
-        payloads.append(Payload("all_reduce", padded_gradients * send, least, replicas))
-    held = padded * dtype.itemsize
-    return UnitCost(held=held, gathered=gathered, gathers=len(gathers), payloads=tuple(payloads))
+        # Each rank has its part of the gradients by then.
+        numbers = reduced.least // send.itemsize
+        least = -(-numbers // ranks) * send.itemsize
+        payloads.append(Payload("all_reduce", reduced.nbytes // ranks, least, replicas))
+    return UnitCost(
+        held=padded * dtype.itemsize,
+        gathered=padded * ranks * compute.itemsize,
+        gathers=len(gathers),
+        payloads=tuple(payloads),
+    )
+
+
+def _payload(kind: str, entries: list[Entry], dtype: torch.dtype, ranks: int) -> Payload:
+    """Return what is sent of all shards of some parameters, by the ranks that share a copy."""
+    padded, real = _numbers(entries)
+    return Payload(kind, padded * ranks * dtype.itemsize, real * dtype.itemsize, ranks)
 
 
 def _trained(entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if entry.parameter.requires_grad]
-
-
-def _bytes_sent(entry: Entry, unit: Unit) -> int:
-    dtype = unit.reduce_dtype or entry.parameter.dtype
-    return entry.stored_shape.numel() * dtype.itemsize
 
 
 def _numbers(entries: list[Entry]) -> tuple[int, int]:
@@ -124,7 +143,7 @@ def _numbers(entries: list[Entry]) -> tuple[int, int]:
     A flat parameter is reduced whole, what is frozen in it too.
     """
     real = sum(entry.stored_shape.numel() for entry in entries)
-    strides: dict[str, int] = {}
+    strides = {}
     for entry in entries:
         if entry.cut is not None:
             strides[entry.cut.buffer or entry.name] = entry.cut.stride

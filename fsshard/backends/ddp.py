@@ -20,8 +20,8 @@ from fsshard.planning.entries import Entry
 from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active
 from fsshard.torch_private.ddp import SteadyReducer, rebuild_buckets
 
+# Bytes to which torch's CPU allocator aligns memory.
 ALIGNMENT = 64
-"""Bytes to which torch's CPU allocator aligns memory."""
 
 
 @register_backend
@@ -49,7 +49,8 @@ class DDPBackend(Backend):
             self._arrivals.detach()
             self._arrivals = None
         if not any(entry.parameter.requires_grad for entry in self.entries.values()):
-            return self.module  # DDP refuses a module with nothing to reduce; there is nothing to reduce
+            # DDP refuses a module with nothing to reduce, and there is nothing to reduce.
+            return self.module
         cuda = self.settings.device.type == "cuda"
         with stored_names(), self.settings.ignored.hidden():
             engine = DistributedDataParallel(
@@ -57,8 +58,10 @@ class DDPBackend(Backend):
                 device_ids=[self.settings.device] if cuda else None,
                 process_group=self.settings.group,
                 find_unused_parameters=self.settings.find_unused_parameters,
-                forward_sync_buffers=False,  # ShardedModule does it, alike for every backend
-                init_sync=False,  # wrap() has broadcast parameters and buffers, non-persistent ones too
+                # ShardedModule does it, alike for every backend.
+                forward_sync_buffers=False,
+                # wrap() has broadcast parameters and buffers, non-persistent ones too.
+                init_sync=False,
                 **{"gradient_as_bucket_view": self._can_view_buckets(), **self.settings.options},
             )
         if (hook := self._hook()) is not None:  # DDP takes one
@@ -112,7 +115,8 @@ class DDPBackend(Backend):
             )
         self._users_hook = (state, hook)
         try:
-            self.engine = self.shard()  # without the hook that there may have been
+            # It is built anew, without the hook that there may have been.
+            self.engine = self.shard()
         except (TypeError, ValueError):
             self._users_hook = None
             self.engine = self.shard()
@@ -140,7 +144,8 @@ class DDPBackend(Backend):
                 # Of DDP's _DDPSink: "it must override the setup_context staticmethod" (torch 2.13).
                 told = "torch.func with find_unused_parameters or static_graph"
                 raise UnsupportedByBackend(told, self.name, "leave them off, or use backend='fairscale'")
-            with disable_functorch():  # else "Cannot access data pointer of Tensor that doesn't have storage"
+            # Within a transform torch 2.13 raises "Cannot access data pointer of Tensor that doesn't have storage".
+            with disable_functorch():
                 rebuild_buckets(self.engine)
         self._arrivals.forward_begins()
 

@@ -50,8 +50,10 @@ class BucketSums:
             return
         gathered = []
         for part in self._begun:
-            gathered += [work.get_future() for work in part.add()]
-        torch.futures.collect_all(gathered).then(functools.partial(_finish, self._begun, bucket, future))
+            for work in part.add():
+                gathered.append(work.get_future())
+        finish = functools.partial(_finish, self._begun, bucket, future)
+        torch.futures.collect_all(gathered).then(finish)
         self._begun = []
 
     def drop(self) -> None:
@@ -88,13 +90,16 @@ class _PartOfBucket:
 
     def sent(self) -> Tensor:
         """Return what this rank sends."""
-        if len(self._gradients) == 1:
-            return self._gradients[0].to(self._dtype)
-        return torch.cat([gradient.reshape(-1) for gradient in self._gradients]).to(self._dtype)
+        whole = self._gradients[0]
+        if len(self._gradients) > 1:
+            vectors = [gradient.reshape(-1) for gradient in self._gradients]
+            whole = torch.cat(vectors)
+        return whole.to(self._dtype)
 
     def begin(self, group: dist.ProcessGroup) -> None:
         # Divided first, so that a sum in float16 does not overflow.
-        self._sum = tree.AllReduce(self.sent(), group, 1.0 / group.size())
+        factor = 1.0 / group.size()
+        self._sum = tree.AllReduce(self.sent(), group, factor)
 
     def add(self) -> list[dist.Work]:
         assert self._sum is not None
@@ -104,8 +109,10 @@ class _PartOfBucket:
         assert self._sum is not None
         sums = self._sum.end()
         if len(self._gradients) == 1:
-            if sums is not self._gradients[0]:
-                self._gradients[0].copy_(sums)
+            (gradient,) = self._gradients
+            # A sum in the gradient's own dtype is made in its memory.
+            if sums is not gradient:
+                gradient.copy_(sums)
             return
         sizes = [gradient.numel() for gradient in self._gradients]
         for gradient, part in zip(self._gradients, sums.split(sizes), strict=True):
@@ -130,14 +137,18 @@ def reduce_bucket(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
 
 def _parts(state: BucketSums, bucket: dist.GradBucket) -> list[_PartOfBucket]:
     """Return what is sent together: all of a bucket, or where it has fp32 units among others, each dtype by itself."""
-    reduce_dtypes = [state.reduce_dtypes.get(cast(nn.Parameter, parameter)) for parameter in bucket.parameters()]
-    if len(set(reduce_dtypes)) == 1:
-        return [_PartOfBucket([bucket.buffer()], reduce_dtypes[0])]
     gradients: dict[torch.dtype | None, list[Tensor]] = {}
-    for reduce_dtype, gradient in zip(reduce_dtypes, bucket.gradients(), strict=True):
-        gradients.setdefault(reduce_dtype, []).append(gradient)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        dtype = state.reduce_dtypes.get(cast(nn.Parameter, parameter))
+        gradients.setdefault(dtype, []).append(gradient)
+    if len(gradients) == 1:
+        # No copy of what lies together already.
+        return [_PartOfBucket([bucket.buffer()], dtype)]
+    parts = []
     # Ranks meet in one order.
-    return [_PartOfBucket(gradients[dtype], dtype) for dtype in sorted(gradients, key=str)]
+    for dtype in sorted(gradients, key=str):
+        parts.append(_PartOfBucket(gradients[dtype], dtype))
+    return parts
 
 
 def _mean_of_sparse(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -145,27 +156,33 @@ def _mean_of_sparse(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     # DDP divides these in place, where their values can be the very memory of the gradient that the rest of the
     # backward reads: below a sum with an embedding, gradients come out divided twice, silently (torch 2.13).
     own = gradient.coalesce()
-    indices = own.indices()
-    values = own.values() * (1.0 / group.size())
+    rows = own.values() * (1.0 / group.size())
     counts_of_ranks = torch.zeros(group.size(), dtype=torch.int64, device=gradient.device)
-    counts_of_ranks[group.rank()] = len(values)
+    counts_of_ranks[group.rank()] = len(rows)
     dist.all_reduce(counts_of_ranks, group=group)
     counts: list[int] = counts_of_ranks.tolist()
-    most = max(counts)
-    sent_indices = indices.new_zeros(most, len(indices))
-    sent_indices[: len(values)] = indices.T
-    sent_values = values.new_zeros(most, *values.shape[1:])
-    sent_values[: len(values)] = values
-    all_indices = [torch.empty_like(sent_indices) for _ in counts]
-    all_values = [torch.empty_like(sent_values) for _ in counts]
-    dist.all_gather(all_indices, sent_indices, group=group)
-    dist.all_gather(all_values, sent_values, group=group)
-    parts: list[Tensor] = []
-    for rank, count in enumerate(counts):
-        places = all_indices[rank][:count].T
-        rows = all_values[rank][:count]
-        parts.append(torch.sparse_coo_tensor(places, rows, gradient.shape, is_coalesced=True))
+    places_of_ranks = _gather_rows(own.indices().T, counts, group)
+    rows_of_ranks = _gather_rows(rows, counts, group)
+    parts = []
+    for places, values in zip(places_of_ranks, rows_of_ranks, strict=True):
+        part = torch.sparse_coo_tensor(
+            places.T,
+            values,
+            gradient.shape,
+            is_coalesced=True,
+        )
+        parts.append(part)
+    # In the order of the tree, as everything that is added up over ranks.
     return tree.add_up(parts).coalesce()
+
+
+def _gather_rows(rows: Tensor, counts: list[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the rows of every rank, which may have another number of them. Collective."""
+    sent = rows.new_zeros(max(counts), *rows.shape[1:])
+    sent[: len(rows)] = rows
+    received = [torch.empty_like(sent) for _ in counts]
+    dist.all_gather(received, sent, group=group)
+    return [padded[:count] for padded, count in zip(received, counts, strict=True)]
 
 
 def reduce_fake(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
@@ -180,4 +197,5 @@ def reduce_fake(state: BucketSums, bucket: dist.GradBucket) -> TensorFuture:
 
 # DDP compares annotations with classes and not with their names ("bucket annotation should be dist.GradBucket", 2.13).
 for _hook in (reduce_bucket, reduce_fake):
-    _hook.__annotations__.update(bucket=dist.GradBucket, **{"return": TensorFuture})
+    _hook.__annotations__["bucket"] = dist.GradBucket
+    _hook.__annotations__["return"] = TensorFuture

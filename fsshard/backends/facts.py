@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsshard.backends.step_state import TRANSITIONS, Stage
+from fsshard.backends.step_state import TRANSITIONS, Transitions
 from fsshard.planning.plan import Plan
 
+# Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
+# shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2.
 OWN_FILES = frozenset({"load_checkpoint", "push_to_hub", "save_checkpoint", "save_pretrained"})
-"""Methods by which models of neuraloperator and transformers read and write themselves, on one rank as a rule: on
-shards they write half of the numbers under FSDP1, without an error, and wait forever under FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,6 @@ class EngineFacts:
     shards_integers: bool = False
     keeps_grad_dtype: bool = False
     needs_whole: frozenset[str] = frozenset()
-    transitions: Mapping[Stage, frozenset[Stage]] = field(default_factory=lambda: TRANSITIONS)
+    transitions: Transitions = field(default_factory=lambda: TRANSITIONS)
     wrapper_classes: frozenset[str] = frozenset()
     tunable: Tunable = Tunable()

@@ -21,19 +21,19 @@ from fsshard.complex_params.shard_tensors import shard_tensor
 from fsshard.complex_params.shown import stored_of
 from fsshard.errors import ModelError
 
+# Attributes that may be asked of a shard: it is the same of the whole weight, or engines and printing need it.
 _ANSWERED = frozenset((
     "dtype", "device", "requires_grad", "grad", "grad_dtype", "is_leaf", "layout", "grad_fn", "is_cuda", "is_cpu",
     "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_complex", "is_floating_point", "is_inference",
     "get_device", "element_size", "itemsize", "requires_grad_", "register_hook", "retain_grad", "retains_grad",
     "register_post_accumulate_grad_hook", "untyped_storage", "data_ptr", "__hash__", "__repr__", "__format__",
 ))  # fmt: skip
-"""Attributes that may be asked of a shard: it is the same of the whole weight, or engines and printing need it."""
 
+# Views of a shard that may be taken, and are shards themselves: what computes with them is refused.
 _VIEWS = frozenset(("data", "detach", "t", "transpose", "view_as_complex", "view_as_real"))
-"""Views of a shard that may be taken, and are shards themselves: what computes with them is refused."""
 
+# Questions of a property that shows what is stored as a complex weight, as a scalar or as a DTensor.
 _SHOWING = frozenset(("dim", "numel", "reshape", "view_as"))
-"""Questions of a property that shows what is stored as a complex weight, as a scalar or as a DTensor."""
 
 
 class Watched(NamedTuple):
@@ -64,8 +64,8 @@ _ADVICE = (
     "reader and weight into one unit (leave it out of auto_wrap_policy; with auto_wrap_policy=None the model is one "
     "unit), or use backend='fairscale' or 'ddp'"
 )
+# The message where FSDP2 has raised, or returns a sharded tensor.
 READS_SHARD = f"the forward computes with a weight of which this rank holds a part only, a DTensor: {_ADVICE}"
-"""The message where FSDP2 has raised, or returns a sharded tensor."""
 
 
 class LooksAtForwards:
@@ -83,7 +83,8 @@ class LooksAtForwards:
         kind = int(torch.is_grad_enabled())
         self._counts[kind] += 1
         count = self._counts[kind]
-        return (count % 16 == 0 or count & (count - 1) == 0) and not torch.compiler.is_compiling()
+        is_power_of_two = count & (count - 1) == 0
+        return (is_power_of_two or count % 16 == 0) and not torch.compiler.is_compiling()
 
 
 class ReadsGuard(TorchFunctionMode):
@@ -96,27 +97,32 @@ class ReadsGuard(TorchFunctionMode):
     def __init__(self, shards: Iterable[tuple[Tensor, Watched]]) -> None:
         super().__init__()
         self._shards = {id(parameter): watched for parameter, watched in shards}
-        self._views: dict[int, tuple[Any, Watched]] = {}  # by id; kept, so that no other tensor gets that id
+        # By id; each is kept, so that no other tensor gets that id.
+        self._views: dict[int, tuple[Any, Watched]] = {}
 
     def __exit__(self, *error: Any) -> None:
         self._views.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # a user's own compiled function: nothing of this goes into its graph
-            return func(*args, **(kwargs or {}))
-        watched = next(filter(None, map(self._find, (*args, *(kwargs or {}).values()))), None)
+        kwargs = kwargs or {}
+        # Nothing of this goes into the graph of a user's own compiled function.
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        watched = next(filter(None, map(self._find, (*args, *kwargs.values()))), None)
         if watched is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         name = _name_of(func)
-        private = name.startswith("_") and not name.startswith("__")  # of torch's own, as for version counters
-        views = name in _VIEWS or (watched.is_shown and name in _SHOWING)
-        is_answered = name in _ANSWERED and func is not torch.autograd.grad  # the attribute .grad
-        if not (private or views or is_answered) and not _is_asked_by_torch():
+        # torch's own, as for version counters.
+        is_private = name.startswith("_") and not name.startswith("__")
+        is_view = name in _VIEWS or (watched.is_shown and name in _SHOWING)
+        # The attribute .grad has the name of torch.autograd.grad.
+        is_answered = name in _ANSWERED and func is not torch.autograd.grad
+        if not (is_private or is_view or is_answered) and not _is_asked_by_torch():
             raise watched.error()
-        result = func(*args, **(kwargs or {}))
-        if views and isinstance(result, Tensor):
-            self._views[id(result)] = result, watched
+        result = func(*args, **kwargs)
+        if is_view and isinstance(result, Tensor):
+            self._views[id(result)] = (result, watched)
         return result
 
     def _find(self, value: Any) -> Watched | None:
@@ -125,18 +131,28 @@ class ReadsGuard(TorchFunctionMode):
             return next(filter(None, map(self._find, value)), None)
         if not isinstance(value, Tensor):
             return None
-        known = self._shards.get(id(value)) or self._shards.get(id(stored_of(value)))
-        return known or self._views.get(id(value), (None, None))[1]
+        # What a property shows to the user is another tensor than the stored shard.
+        for shard in (value, stored_of(value)):
+            watched = self._shards.get(id(shard))
+            if watched is not None:
+                return watched
+        _, watched = self._views.get(id(value), (None, None))
+        return watched
 
 
 class DerivativesGuard(TorchFunctionMode):
     """Context of a forward over DTensors: no derivative may be taken by a shard, on which nothing depends there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.autograd.grad and not torch.compiler.is_compiling():
-            inputs = args[1] if len(args) > 1 else (kwargs or {}).get("inputs", ())
-            refuse_shards([inputs] if isinstance(inputs, Tensor) else inputs)
-        return func(*args, **(kwargs or {}))
+            inputs = kwargs.get("inputs", ())
+            if len(args) > 1:
+                inputs = args[1]
+            if isinstance(inputs, Tensor):
+                inputs = [inputs]
+            refuse_shards(inputs)
+        return func(*args, **kwargs)
 
 
 def refuse_shards(tensors: Iterable[Any]) -> None:
@@ -189,11 +205,11 @@ def _name_of(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
+# Bytes of an element -> integers of that size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> integers of that size."""
 
+# The dict of a module that holds a weight while it is gathered, the key in it, and the user's name.
 Place = tuple[Mapping[str, Any], str, str]
-"""The dict of a module that holds a weight while it is gathered, the key in it, and the user's name."""
 
 
 class GatheredWeights:
@@ -208,9 +224,13 @@ class GatheredWeights:
     def __init__(self, units: Sequence[tuple[nn.Module, list[Place]]]) -> None:
         self._units = [(unit, places) for unit, places in units if places]
         self._handles: list[Any] = []
-        self._before: dict[int, Tensor] = {}  # by place in units, of those whose forward runs
+        # The sums of units whose forward runs, by place in units.
+        self._before: dict[int, Tensor] = {}
+        # Of units whose forward has ended: the sums before it and behind it. They are compared at the end of the whole
+        # forward, since a GPU would be waited for.
         self._looks: list[tuple[list[Place], Tensor, Tensor]] = []
-        self.enabled = True  # numbers of a simulation have no bits
+        # Numbers of a simulation have no bits.
+        self.enabled = True
 
     def watch(self) -> None:
         """Look at the forward that begins."""
@@ -236,27 +256,33 @@ class GatheredWeights:
         """Return the names of the weights that were changed since :meth:`watch`, also in units that have not ended."""
         for number in list(self._before):
             self._ends(number)
-        names = []
+        # Each once, in order; a unit that is called twice is looked at twice.
+        names: dict[str, None] = {}
         for places, before, after in self._looks:
             flags = (before != after).tolist()
-            names += [name for (_, _, name), flag in zip(places, flags, strict=True) if flag]
+            for (_, _, name), flag in zip(places, flags, strict=True):
+                if flag:
+                    names[name] = None
         self.stop()
-        return list(dict.fromkeys(names))
+        return list(names)
 
     def _begins(self, number: int, *_: Any) -> None:
-        self._before[number] = _sums_of_bits(self._units[number][1])
+        places = self._units[number][1]
+        self._before[number] = _sums_of_bits(places)
 
     def _ends(self, number: int, *_: Any) -> None:
-        if (before := self._before.pop(number, None)) is not None:
+        before = self._before.pop(number, None)
+        if before is not None:
             places = self._units[number][1]
             self._looks.append((places, before, _sums_of_bits(places)))
 
 
 def _sums_of_bits(places: Sequence[Place]) -> Tensor:
     sums = []
-    for held, key, _ in places:
-        weight = held[key].detach()
-        bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
+    for parameters, key, _ in places:
+        weight = parameters[key].detach()
+        numbers = weight.contiguous().view(-1)
+        bits = numbers.view(_BITS[weight.element_size()])
         sums.append(bits.sum(dtype=torch.int64))
     return torch.stack(sums)
 
@@ -265,8 +291,12 @@ def _move_beside_engines(handle: Any, *, behind: bool) -> None:
     """Let a hook run right behind the engine's own, which gathers, or right before it, which frees; others stay."""
     table = handle.hooks_dict_ref()
     own, *others = sorted(table, key=lambda key: key != handle.id)
-    is_engines = [str(getattr(table[key], "__module__", "")).startswith("torch.distributed.") for key in others]
-    if True not in is_engines:  # FSDP1 gathers around the module
+    is_engines = []
+    for key in others:
+        module = str(getattr(table[key], "__module__", ""))
+        is_engines.append(module.startswith("torch.distributed."))
+    # FSDP1 has no hook here: it gathers around the module.
+    if True not in is_engines:
         return
     first = is_engines.index(True) + behind
     for key in (own, *others[first:]):
@@ -299,11 +329,12 @@ def check_places(
         shards: what is there at rest.
         others: gives, for each, what else the engine puts there.
     """
-    found = [*map(dict.get, *places)]
-    if all(map(operator.is_, found, shards)):  # then nothing to look at one by one
+    tensors = [*map(dict.get, *places)]
+    # Nearly always; then there is nothing to look at one by one.
+    if all(map(operator.is_, tensors, shards)):
         return
-    for name, held, shard, known in zip(names, found, shards, others(), strict=True):
-        if held is not shard and all(held is not other for other in known):
+    for name, tensor, shard, known in zip(names, tensors, shards, others(), strict=True):
+        if tensor is not shard and all(tensor is not other for other in known):
             raise ModelError(
                 f"{name!r} is not the engine's parameter any more when its unit's forward begins: "
                 "torch.func.functional_call, or an assignment after fsshard.wrap, has put another tensor there, which "

@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -110,63 +110,88 @@ class FSDP1Backend(TorchShardedBackend):
                 cls.name,
                 f"use {' or '.join(map(repr, HYBRIDS))}, or leave it out, with a mesh of replicas and shards",
             )
-        if settings.sharding_strategy is None and settings.has_replicas:  # the mesh says by itself what it is for
+        # The mesh says by itself what it is for.
+        if settings.sharding_strategy is None and settings.has_replicas:
             return replace(settings, sharding_strategy=HYBRIDS[0])
         return settings
 
     def shard(self) -> nn.Module:
+        plan = self.settings.plan
         modules = dict(self.module.named_modules())
+        self._modules = modules
         self._told = False
         # (parent, child's name, wrapper, the child)
         self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        # A module has several places where it is shared.
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in modules.values():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
-        units = {unit.name: unit for unit in self.settings.plan.units}
-        self._twice: set[str] = set()  # units with a flat parameter of what is frozen and one of what is not
-        self._strides: dict[str, tuple[int, ...]] = {}  # of parameters that are not contiguous, 1x1 kernels among them
-        self._orders: dict[str, Order | None] = {}  # of these, in their flat parameter
+        units = {unit.name: unit for unit in plan.units}
+        # Units in which something was frozen after wrap.
+        self._frozen_since: set[str] = set()
+        # Units with a flat parameter of what is frozen and one of what is not.
+        self._twice: set[str] = set()
+        # Strides of parameters that are not contiguous, 1x1 kernels among them.
+        self._strides: dict[str, tuple[int, ...]] = {}
+        # The order of their dims in their flat parameter.
+        self._orders: dict[str, Order | None] = {}
         with warnings.catch_warnings():
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
             self._passes = _DerivativePasses(self)
             with even_shards(self._passes):
-                for name in (*self.settings.plan.unit_names, ""):
-                    wrapper = self._wrapped(units[name], modules[name])
-                    for parent, key in places.get(id(modules[name]), ()):
-                        parent._modules[key] = wrapper
-                        self._wrappers.append((parent, key, wrapper, modules[name]))
-        root = wrapper
+                # Children first, the root last.
+                for name in (*plan.unit_names, ""):
+                    module = modules[name]
+                    root = self._wrapped(units[name], module)
+                    for parent, key in places.get(id(module), ()):
+                        parent._modules[key] = root
+                        self._wrappers.append((parent, key, root, module))
         cast(Any, root)._passes = self._passes
         self._layout(root)
         self._watch(root)
-        self._modules, self._frozen_since = modules, set[str]()  # units in which something was frozen after wrap
-        for planned in self.settings.plan.units:
-            numbers = [self.entries[n] for n in planned.parameters if self.entries[n].slots[0].is_complex]
-            if numbers and self.settings.compilation is not None:
-                lies = [self._place[entry.name] for entry in numbers]
-                modules[planned.name].register_forward_pre_hook(_showing(numbers, lies, _without_base))
-        for name in self.settings.plan.recomputed:
+        if self.settings.compilation is not None:
+            for unit in plan.units:
+                entries = self._entries_of(unit)
+                self._show([entry for entry in entries if entry.slots[0].is_complex], unit.name, _without_base)
+        for name in plan.recomputed:
             recomputed: Any = modules[name].forward
-            show_weights = self._passes.whole_again(_unit_around(name, units))
+            # A block's own weights are gathered with the innermost unit around it.
+            around = name
+            while around not in units:
+                around = around.rpartition(".")[0]
+            show_weights = self._passes.whole_again(around)
             recomputed.original = functools.partial(_forward_behind, show_weights, recomputed.forward)
         self.usage = UsageTracker(self.settings, self.entries, modules)
         return root
+
+    def _entries_of(self, unit: Unit) -> list[Entry]:
+        return [self.entries[name] for name in unit.parameters]
+
+    def _show(self, entries: list[Entry], unit: str, change: Callable[[Tensor, Entry], Tensor]) -> None:
+        """Let the forward of a unit begin with showing it ``change(view)`` in place of FSDP1's views."""
+        if entries:
+            places = [self._place[entry.name] for entry in entries]
+            self._modules[unit].register_forward_pre_hook(_showing(entries, places, change))
 
     def _wrapped(self, planned: Unit, module: nn.Module) -> nn.Module:
         """Give memory to a unit that has none, and put FSDP1 around it; twice where a part of it is frozen."""
         # A flat parameter has one gradient as long as itself, which is held and sent for what is frozen in it, too.
         # Wrapped twice, the unit has two: what is trainable, and around it what is frozen and has no gradient.
         self._make_real(planned)
-        for name in planned.parameters:
-            parameter = self.entries[name].parameter
-            if parameter.stride() == torch.empty(parameter.shape, device="meta").stride():
+        frozen = []
+        for entry in self._entries_of(planned):
+            parameter = entry.parameter
+            if not parameter.requires_grad:
+                frozen.append(entry)
+            contiguous = torch.empty(parameter.shape, device="meta")
+            if parameter.stride() == contiguous.stride():
                 continue
             parameter.data = packed(parameter.data)
-            self._strides[name], self._orders[name] = parameter.stride(), memory_order(parameter)
-        frozen = [self.entries[name] for name in planned.parameters if not self.entries[name].parameter.requires_grad]
+            self._strides[entry.name] = parameter.stride()
+            self._orders[entry.name] = memory_order(parameter)
         if 0 < len(frozen) < len(planned.parameters):
             self._twice.add(planned.name)
             with _hidden(frozen):
@@ -186,16 +211,20 @@ class FSDP1Backend(TorchShardedBackend):
             mixed = MixedPrecision(
                 param_dtype=planned.compute,
                 reduce_dtype=settings.precision.reduce or planned.compute,
-                cast_root_forward_inputs=False,  # fsshard.model.precision casts inputs, under every backend alike
-                _module_classes_to_ignore=(),  # the plan has made BatchNorms float32 units
+                # fsshard.model.precision casts inputs, under every backend alike.
+                cast_root_forward_inputs=False,
+                # The plan has made BatchNorms float32 units.
+                _module_classes_to_ignore=(),
             )
         unit: Any = _unit_class()(
             module,
             sharding_strategy=ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
-            use_orig_params=True,  # aligns parameters to 16 bytes, without which complex views fail; keeps the objects
+            # It aligns parameters to 16 bytes, without which complex views fail, and keeps the objects.
+            use_orig_params=True,
             mixed_precision=mixed,
-            device_id=settings.device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+            # Without it torch 2.13 raises "FSDP needs a non-CPU accelerator device" on the CPU.
+            device_id=settings.device,
             **where,
             **settings.options,
         )
@@ -211,11 +240,14 @@ class FSDP1Backend(TorchShardedBackend):
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         by_parameter = {id(entry.parameter): entry for entry in self.entries.values()}
-        self._place: dict[str, tuple[Any, int]] = {}  # name -> (flat parameter, index in it)
+        # Name of a parameter -> its flat parameter, and its index in it.
+        self._place: dict[str, tuple[Any, int]] = {}
         self.shard_group = cast(Any, root).process_group
-        self._handles: list[tuple[Any, Any]] = []  # (unit, the handle of its flat parameter)
+        # Each unit with the handle of its flat parameter.
+        self._handles: list[tuple[Any, Any]] = []
         flats: list[Any] = []
-        weakref.finalize(self, _let_go, flats).atexit = False  # where models are still in use
+        # At the end of the process models are still in use.
+        weakref.finalize(self, _let_go, flats).atexit = False
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle: Any = handle_of(unit)
             if handle is None:
@@ -224,51 +256,63 @@ class FSDP1Backend(TorchShardedBackend):
             flat = handle.flat_param
             flats.append(flat)
             free_with_its_handle(flat, handle)
-            starts = [start for start, _ in offsets_of(handle)]
-            starts = [s for s, pad in zip(starts, is_padding(flat), strict=True) if not pad]
+            starts = []
+            for (start, _), pad in zip(offsets_of(handle), is_padding(flat), strict=True):
+                if not pad:
+                    starts.append(start)
             width = sharded_size(flat).numel()
-            divides = self.shard_group.size() > 1  # FSDP1 does not shard on one rank (NO_SHARD)
+            # FSDP1 does not shard on one rank (NO_SHARD).
+            divides = self.shard_group.size() > 1
             assert not divides or width % 2 == 0, "a shard boundary cuts a complex number"
             inside = [by_parameter[id(parameter)] for parameter in params_of(flat)]
             for index, entry in enumerate(inside):
-                self._place[entry.name] = flat, index
+                name = entry.name
+                self._place[name] = (flat, index)
                 entry.group = self.shard_group
-                if divides:
-                    if type(entry.parameter) is nn.Parameter:
-                        entry.parameter.__class__ = FlatShard
-                    entry.cut = Cut(
-                        stride=width,
-                        offset=starts[index],
-                        buffer=inside[0].name,
-                        order=self._orders.get(entry.name),
-                        strides=self._strides.get(entry.name),
-                    )
+                if not divides:
+                    continue
+                if type(entry.parameter) is nn.Parameter:
+                    entry.parameter.__class__ = FlatShard
+                entry.cut = Cut(
+                    stride=width,
+                    offset=starts[index],
+                    buffer=inside[0].name,
+                    order=self._orders.get(name),
+                    strides=self._strides.get(name),
+                )
 
     def _watch(self, root: Any) -> None:
         """Install the guards: a forward may not read shards, nor write weights."""
         watched: list[tuple[Tensor, Watched]] = []
+        names = {}
         for unit in self.settings.plan.units:
-            for name in unit.parameters:
-                entry = self.entries[name]
-                is_shown = any(slot.stored not in (slot.name, slot.name.rpartition(".")[2]) for slot in entry.slots)
-                refuse_losses(entry.parameter, name)
-                watched.append((entry.parameter, Watched(name, unit.name, is_shown)))
-        names = {id(parameter): each.name for parameter, each in watched}
+            for entry in self._entries_of(unit):
+                parameter = entry.parameter
+                names[id(parameter)] = entry.name
+                is_shown = any(slot.stored != slot.name.rpartition(".")[2] for slot in entry.slots)
+                refuse_losses(parameter, entry.name)
+                watched.append((parameter, Watched(entry.name, unit.name, is_shown)))
         units: list[tuple[nn.Module, list[Place]]] = []
         for wrapper, handle in self._handles:
             flat = handle.flat_param
             own = [names[id(parameter)] for parameter in params_of(flat)]
-            places = [(stored_in(owner), stored) for stored, owner, _ in infos_of(flat)]
-            units.append((wrapped_by(wrapper), [(*place, name) for place, name in zip(places, own, strict=True)]))
+            places: list[Place] = []
+            for (stored, owner, _), name in zip(infos_of(flat), own, strict=True):
+                places.append((stored_in(owner), stored, name))
+            units.append((wrapped_by(wrapper), places))
             wrapper.register_forward_pre_hook(_before_gather(flat, own))
         root._looks = LooksAtForwards()
         root._written = _WrittenGuard(GatheredWeights(units))
-        if self.settings.compilation is None:  # each compiled frame would be compiled once more for the guard
+        # Each compiled frame would be compiled once more for the guard.
+        if self.settings.compilation is None:
             root._reads = ReadsGuard(watched)
-        if (first := next((each for each in watched if not each[1].unit), None)) is not None:
-            slot = self.entries[first[1].name].slots[0]
-            check = _GatheredGuard(stored_in(slot.owner), slot.stored, *first)
-            self.module.register_forward_pre_hook(check, prepend=True)
+        for shard, each in watched:
+            if not each.unit:
+                # One weight of the root tells whether it is gathered.
+                slot = self.entries[each.name].slots[0]
+                check = _GatheredGuard(stored_in(slot.owner), slot.stored, shard, each)
+                self.module.register_forward_pre_hook(check, prepend=True)
+                break
 
     def _change_trainable(self, flags: list[bool]) -> None:
         infos = self.settings.plan.parameters
@@ -280,17 +324,17 @@ class FSDP1Backend(TorchShardedBackend):
             # A flat parameter that trains what is left of it has views of what is frozen, too.
             self._frozen_since.add(unit)
             own = [each for each in self.all if infos[each.name].unit == unit]
-            hook = _showing(own, [self._place[each.name] for each in own], _frozen_detached)
-            self._modules[unit].register_forward_pre_hook(hook)
+            self._show(own, unit, _frozen_detached)
         super()._change_trainable(flags)
 
     def _check_accumulation(self, flags: list[bool]) -> None:
         """Refuse to change a part of what has one gradient while that is held as a whole, between micro-batches."""
         # On several ranks FSDP1 ends in errors of sizes, on one the gradient of what is frozen is lost (torch 2.13).
-        trains = {id(self._place[entry.name][0]) for entry, now in zip(self.all, flags, strict=True) if now}
-        for entry, now, before in zip(self.all, flags, self._flags, strict=True):
-            flat = self._place[entry.name][0]
-            if now != before and entry.name in self.step.local and flat.grad is not None and id(flat) in trains:
+        flats = [self._place[entry.name][0] for entry in self.all]
+        trained = set(map(id, itertools.compress(flats, flags)))
+        for entry, flat, now, before in zip(self.all, flats, flags, self._flags, strict=True):
+            is_held = entry.name in self.step.local and flat.grad is not None
+            if now != before and is_held and id(flat) in trained:
                 raise ModelError(
                     f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients "
                     "backend 'fsdp' holds together: change it between two steps, or use backend='fsdp2'"
@@ -318,7 +362,8 @@ class FSDP1Backend(TorchShardedBackend):
 
     def before_forward(self, *, training: bool) -> None:
         super().before_forward(training=training)
-        if functorch_transforms_active():  # "Cannot access storage of TensorWrapper" (torch 2.13)
+        # torch 2.13 raises "Cannot access storage of TensorWrapper".
+        if functorch_transforms_active():
             raise UnsupportedByBackend("torch.func", self.name, "use backend='ddp' or 'fairscale'")
         self._start_afresh()
 
@@ -327,7 +372,8 @@ class FSDP1Backend(TorchShardedBackend):
 
     def forward_failed(self) -> None:
         root = cast(Any, self.engine)
-        for unit in root.fsdp_modules(root):  # else no_sync() raises "expected to be in states" (torch 2.13)
+        # Without this no_sync() raises "expected to be in states" (torch 2.13).
+        for unit in root.fsdp_modules(root):
             be_idle(unit)
 
     def _start_afresh(self) -> None:
@@ -341,7 +387,8 @@ class FSDP1Backend(TorchShardedBackend):
                 abandon(unit)
 
     def backward_starts(self, *, synchronised: bool) -> None:
-        if torch.is_grad_enabled():  # "FSDP does not support gradients of gradients" (torch 2.13)
+        # torch 2.13 raises "FSDP does not support gradients of gradients".
+        if torch.is_grad_enabled():
             raise UnsupportedByBackend("backward(create_graph=True)", self.name, "use backend='fsdp2' or 'fairscale'")
         super().backward_starts(synchronised=synchronised)
 
@@ -352,16 +399,15 @@ class FSDP1Backend(TorchShardedBackend):
     @functools.cached_property
     def unit_of(self) -> dict[Any, Any]:
         """FSDP1's module by its handle; by None the root, where other units have all parameters."""
-        return {handle_of(self.engine): self.engine} | {handle: unit for unit, handle in self._handles}
+        unit_of = {handle_of(self.engine): self.engine}
+        for unit, handle in self._handles:
+            unit_of[handle] = unit
+        return unit_of
 
     def handles_of(self, name: str) -> list[tuple[Any, Any]]:
         """Return FSDP1's modules of the unit ``name``, with their handles."""
-        flats = {id(self._place[own][0]) for own in self._parameters_of[name]}
+        flats = {id(self._place[own][0]) for own in self.groups[name]}
         return [(unit, handle) for unit, handle in self._handles if id(handle.flat_param) in flats]
-
-    @functools.cached_property
-    def _parameters_of(self) -> dict[str, tuple[str, ...]]:
-        return {unit.name: unit.parameters for unit in self.settings.plan.units}
 
     def leaves(self) -> Iterator[Tensor]:
         return (handle.flat_param for _, handle in self._handles if handle.flat_param.requires_grad)
@@ -373,13 +419,18 @@ class FSDP1Backend(TorchShardedBackend):
             told = "term_gradients in mixed precision or with cpu_offload"
             raise UnsupportedByBackend(told, self.name, "use backend='fsdp2'")
         trained = [handle for _, handle in self._handles if handle.flat_param.requires_grad]
-        wholes = [offsets_of(handle)[-1][-1] + 1 for handle in trained]
-        # What is not reached comes as zeros for this rank's shard.
-        found = zip(super().derivatives_of(output), wholes, strict=True)
-        return [d if d.numel() == whole else d.new_zeros(whole) for d, whole in found]
+        derivatives = []
+        for handle, derivative in zip(trained, super().derivatives_of(output), strict=True):
+            _, last = offsets_of(handle)[-1]
+            # What is not reached comes as zeros for this rank's shard.
+            if derivative.numel() != last + 1:
+                derivative = derivative.new_zeros(last + 1)
+            derivatives.append(derivative)
+        return derivatives
 
     def shows(self, entry: Entry, found: object) -> bool:
-        return found is not None and not isinstance(found, nn.Parameter)  # a view of a gathered unit
+        # It is a view of a gathered unit.
+        return found is not None and not isinstance(found, nn.Parameter)
 
     def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
@@ -393,21 +444,24 @@ class FSDP1Backend(TorchShardedBackend):
 
     def held_by_engine(self) -> dict[str, list[Tensor]]:
         # While a unit is gathered, its parameters and their gradients are views of the gathered ones (torch 2.13).
-        found: dict[str, list[Tensor]] = {}
+        by_kind: dict[str, list[Tensor]] = {}
         for _, handle in self._handles:
             for kind, tensors in held_by(handle.flat_param).items():
-                found.setdefault(kind, []).extend(tensors)
-        return found
+                by_kind.setdefault(kind, []).extend(tensors)
+        return by_kind
 
     def _gathers(self, unit: Unit) -> tuple[int, ...]:
-        stays = not unit.name or self.settings.sharding_strategy in KEEP_GATHERED  # from forward to backward
-        return (self.shard_group.size(),) * (1 if stays else 2)
+        ranks = self.shard_group.size()
+        # From forward to backward.
+        if not unit.name or self.settings.sharding_strategy in KEEP_GATHERED:
+            return (ranks,)
+        return ranks, ranks
 
     def _gathered_again(self, unit: Unit) -> list[Entry]:
         # The frozen root stays gathered; within it what is trainable is a unit as any other.
         if unit.name or "" not in self._twice or self.settings.sharding_strategy in KEEP_GATHERED:
             return []
-        return [self.entries[name] for name in unit.parameters if self.entries[name].parameter.requires_grad]
+        return [entry for entry in self._entries_of(unit) if entry.parameter.requires_grad]
 
     @contextlib.contextmanager
     def bare(self) -> Iterator[nn.Module]:
@@ -438,15 +492,20 @@ class _DerivativePasses:
         self._backend = weakref.ref(backend)
         self._group = backend.settings.group
         self._kept = False
-        self._task: int | None = None  # the graph task of the pass that takes a derivative
-        self._ending: int | None = None  # the one at whose end memory is let go
-        self._passed: list[tuple[Any, Any]] = []  # (unit, handle) that the pass has gone through
-        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # handles to whose flat parameter a hook was added
+        # The graph task of the pass that takes a derivative.
+        self._task: int | None = None
+        # The graph task at whose end memory is let go.
+        self._ending: int | None = None
+        # Each unit that the pass has gone through, with its handle.
+        self._passed: list[tuple[Any, Any]] = []
+        # Handles to whose flat parameter a hook was added.
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def gathering(self) -> contextlib.AbstractContextManager[None]:
         """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
-        in_backward = current_graph_task_id() != -1
-        return taking_part(self._group, "FSDP's gather, in backward") if in_backward else contextlib.nullcontext()
+        if current_graph_task_id() == -1:
+            return contextlib.nullcontext()
+        return taking_part(self._group, "FSDP's gather, in backward")
 
     def keeps(self) -> bool:
         """Return whether the memory of units stays."""
@@ -458,16 +517,20 @@ class _DerivativePasses:
 
     def takes_derivative(self, handle: Any) -> bool:
         """Note a unit that a pass goes through, and return whether that takes a derivative and keeps its graph."""
-        backend, task = self._backend(), current_graph_task_id()
+        backend = self._backend()
+        task = current_graph_task_id()
         if backend is None or task == -1:
             return False
         if self._task != task:
             if not (self._kept or keeps_graph()) or backend.accumulates():
                 return False
-            self._task, self._kept = task, True
+            self._task = task
+            self._kept = True
             self._passed.clear()
-            queue_callback(self._put_back)  # a pass that raises does not call it
-        if handle in backend.unit_of:  # the root asks first, and comes again where it has a handle
+            # A pass that raises does not call it, which has_raised() tells.
+            queue_callback(self._put_back)
+        # The root asks first, and comes again where it has a handle.
+        if handle in backend.unit_of:
             self._passed.append((backend.unit_of[handle], handle))
         return True
 
@@ -495,7 +558,9 @@ class _DerivativePasses:
 
     def abandon(self) -> None:
         """Keep nothing of a pass that has raised."""
-        self._kept, self._task, self._ending = False, None, None
+        self._kept = False
+        self._task = None
+        self._ending = None
         self._passed.clear()
 
     def _put_back(self) -> None:
@@ -511,7 +576,8 @@ class _DerivativePasses:
     def gradient_arrives(self, handle: Any, gradient: Tensor) -> None:
         """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
         backend = self._backend()
-        if not self._kept or backend is None or self.takes_derivative(None):  # autograd.grad runs this hook, too
+        # Autograd.grad runs this hook, too.
+        if not self._kept or backend is None or self.takes_derivative(None):
             return
         root = backend.engine
         if not root._post_backward_callback_queued:
@@ -537,7 +603,8 @@ class _DerivativePasses:
 
     def let_go(self) -> None:
         """Free what is gathered, and keep nothing from here on."""
-        self._kept, self._ending = False, None
+        self._kept = False
+        self._ending = None
         if (backend := self._backend()) is not None:
             backend.drop_whole()
 
@@ -560,7 +627,8 @@ def _reduce(settings: Settings, shards: dist.ProcessGroup, gradient: Tensor, out
         tree.reduce_scatter(output, gradient, shards, 1.0 / shards.size())
         if settings.sharding_strategy in HYBRIDS:
             replicas = settings.mesh.get_group(0)
-            tree.all_reduce(output, replicas, 1.0 / replicas.size())
+            factor = 1.0 / replicas.size()
+            tree.all_reduce(output, replicas, factor)
 
 
 def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -568,21 +636,14 @@ def _forward_behind(prepare: Callable[[], None], forward: Callable[..., Any], *a
     return forward(*args, **kwargs)
 
 
-def _unit_around(block: str, units: Collection[str]) -> str:
-    """Return the name of the unit that a block's own weights are gathered with."""
-    while block not in units:
-        block = block.rpartition(".")[0]
-    return block
-
-
+# The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written.
 WRITTEN_VIEW = "is a view and its base or another view of its base has been modified inplace"
-"""The message of torch 2.13 where one of FSDP1's views of a flat parameter is used after another was written."""
 
 
 def _before_gather(flat: Any, names: list[str]) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
-    infos = infos_of(flat)
-    places = [stored_in(owner) for _, owner, _ in infos], [stored for stored, _, _ in infos]
+    keys, owners, _ = zip(*infos_of(flat), strict=True)
+    places = list(map(stored_in, owners)), keys
 
     def check(*_: Any) -> None:
         check_places(places, names, params_of(flat), lambda: zip(tensors_of(flat), itertools.repeat(None)))
@@ -616,7 +677,10 @@ class _GatheredGuard:
     """Hook of the user's own module: raises where that is called, and not the FSDP1 module that gathers for it."""
 
     def __init__(self, held: dict[str, Any], stored: str, shard: Tensor, watched: Watched) -> None:
-        self._held, self._stored, self._shard, self._watched = held, stored, shard, watched
+        self._held = held
+        self._stored = stored
+        self._shard = shard
+        self._watched = watched
 
     def __call__(self, *_: Any) -> None:
         if self._held.get(self._stored) is self._shard:
@@ -638,7 +702,11 @@ def _ignore(*_: Any) -> None:
 @contextlib.contextmanager
 def _hidden(entries: list[Entry]) -> Iterator[None]:
     """Context in which modules do not hold these parameters."""
-    places = {(id(slot.owner), slot.stored): (slot, entry) for entry in entries for slot in entry.slots}  # each once
+    places = {}
+    for entry in entries:
+        for slot in entry.slots:
+            # Slots of modules that are used twice are one place.
+            places[id(slot.owner), slot.stored] = slot, entry
     for slot, _ in places.values():
         del stored_in(slot.owner)[slot.stored]
     try:
@@ -653,10 +721,13 @@ def _showing(entries: list[Entry], places: list[tuple[Any, int]], change: Callab
 
     def before_forward(*_: Any) -> None:
         for entry, (flat, index) in zip(entries, places, strict=True):
-            shown = getattr(entry.slots[0].owner, entry.slots[0].stored)
-            if (changed := change(shown, entry)) is shown:
+            first = entry.slots[0]
+            shown = getattr(first.owner, first.stored)
+            changed = change(shown, entry)
+            if changed is shown:
                 continue
-            show(flat, index, changed)  # FSDP1 compares by identity what it finds later with what it showed
+            # FSDP1 compares by identity what it finds later with what it showed.
+            show(flat, index, changed)
             for slot in entry.slots:
                 stored_in(slot.owner)[slot.stored] = changed
 
@@ -667,7 +738,9 @@ def _frozen_detached(shown: Tensor, entry: Entry) -> Tensor:
     # FSDP1 shows a frozen parameter that shares a flat parameter with trainable ones as a view that takes a gradient,
     # and throws the gradient away (torch 2.13). It costs a backward up to the input, and attention over a frozen bias
     # then takes another kernel than it does natively, with other last bits.
-    return shown.detach() if shown.requires_grad and not entry.parameter.requires_grad else shown
+    if shown.requires_grad and not entry.parameter.requires_grad:
+        return shown.detach()
+    return shown
 
 
 def _without_base(shown: Tensor, _: Entry) -> Tensor:
@@ -693,78 +766,84 @@ def _of_wrapped(dictionary: str) -> property:
     return property(lambda unit: getattr(unit._modules.get(WRAPPED), dictionary, {}), lambda unit, value: None)
 
 
+class _Unit(nn.Module):
+    """FSDP1's module with attribute writes reaching the wrapped one, and with hooks on what outputs are views of."""
+
+    # Of the root, as the next three.
+    _looks: LooksAtForwards | None = None
+    _written: _WrittenGuard
+    _reads: ReadsGuard | None = None
+    _passes: _DerivativePasses | None = None
+    # Who goes through the model by name finds what a unit wraps, under the user's name, and not
+    # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
+    # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
+    _parameters: Any = _of_wrapped("_parameters")
+    _buffers: Any = _of_wrapped("_buffers")
+
+    @property
+    def _post_backward_callback_queued(self) -> bool:
+        if self.__dict__.get("_queued"):
+            return True
+        # By this the root leaves the end of a derivative pass to _DerivativePasses.
+        return self._passes is not None and self._passes.takes_derivative(None)
+
+    @_post_backward_callback_queued.setter
+    def _post_backward_callback_queued(self, queued: bool) -> None:
+        self.__dict__["_queued"] = queued
+        # FSDP1 queues what ends the backward right after.
+        if self._passes is not None and queued:
+            queue_callback(self._passes.reduce_the_rest)
+        elif self._passes is not None:
+            # This is the last thing in a backward.
+            self._passes.backward_ends()
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        unit = cast(Any, self)
+        yield from unit.fsdp_modules(unit)
+        yield from super().modules(remove_duplicate)
+
+    def named_children(self) -> Any:
+        return wrapped_by(self).named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        yield wrapped_by(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        since = forward_begins()
+        handle = handle_of(self)
+        if handle is not None and not handle.flat_param.requires_grad and torch.is_grad_enabled():
+            # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
+            # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
+            args, kwargs = without_leaves(args, kwargs)
+        with contextlib.ExitStack() as guards:
+            if self._looks is not None and self._looks.begin():
+                guards.enter_context(self._written)
+                if self._reads is not None:
+                    guards.enter_context(self._reads)
+            output = super().forward(*args, **kwargs)
+        hook_bases(self, output, since)
+        return output
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP1 forwards reads but not writes: fno_blocks.n_modes = ..., whose setter writes convs[i].n_modes, would
+        # change the wrapper and not the convolution, silently (torch 2.13).
+        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+            inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+            if inner is not None and hasattr(inner, name):
+                setattr(inner, name, value)
+                return
+        super().__setattr__(name, value)
+
+
+@functools.cache
 def _unit_class() -> type[nn.Module]:
-    """FSDP1 with attribute writes reaching the wrapped module, and with hooks on what outputs are views of.
+    # It takes a second to import, and is imported when an engine is asked for.
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    FSDP1 forwards reads but not writes: ``fno_blocks.n_modes = ...``, whose setter writes ``convs[i].n_modes``, would
-    change the wrapper and not the convolution, silently (torch 2.13).
-    """
-    global _cached_unit_class
-    if _cached_unit_class is None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    class FSDPUnit(_Unit, FullyShardedDataParallel):
+        """What is above comes before what FSDP1 itself does."""
 
-        class FSDPUnit(FullyShardedDataParallel):
-            _looks: LooksAtForwards | None = None  # of the root, as the next three
-            _written: _WrittenGuard
-            _reads: ReadsGuard | None = None
-            _passes: _DerivativePasses | None = None
-            # Who goes through the model by name finds what a unit wraps, under the user's name, and not
-            # "_fsdp_wrapped_module" (PEFT saves an adapter without its weights otherwise). torch's own walks, in
-            # no_sync() and fsdp_modules() (2.13), call modules() of the root and children().
-            _parameters: Any = _of_wrapped("_parameters")
-            _buffers: Any = _of_wrapped("_buffers")
-
-            @property
-            def _post_backward_callback_queued(self) -> bool:
-                queued = bool(self.__dict__.get("_queued", False))
-                return queued or (self._passes is not None and self._passes.takes_derivative(None))
-
-            @_post_backward_callback_queued.setter
-            def _post_backward_callback_queued(self, queued: bool) -> None:
-                self.__dict__["_queued"] = queued
-                if self._passes is not None and queued:  # FSDP1 queues what ends the backward right after
-                    queue_callback(self._passes.reduce_the_rest)
-                elif self._passes is not None:  # the last thing in a backward
-                    self._passes.backward_ends()
-
-            def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-                return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
-
-            def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-                yield from (*FullyShardedDataParallel.fsdp_modules(self), *super().modules(remove_duplicate))
-
-            def named_children(self) -> Any:
-                return wrapped_by(self).named_children()
-
-            def children(self) -> Iterator[nn.Module]:
-                yield wrapped_by(self)
-
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                since = forward_begins()
-                handle = handle_of(self)
-                if handle is not None and not handle.flat_param.requires_grad and torch.is_grad_enabled():
-                    # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
-                    # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
-                    args, kwargs = without_leaves(args, kwargs)
-                with contextlib.ExitStack() as guards:
-                    if self._looks is not None and self._looks.begin():
-                        guards.enter_context(self._written)
-                        if self._reads is not None:
-                            guards.enter_context(self._reads)
-                    output = super().forward(*args, **kwargs)
-                hook_bases(self, output, since)
-                return output
-
-            def __setattr__(self, name: str, value: Any) -> None:
-                if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
-                    inner = self.__dict__.get("_modules", {}).get(WRAPPED)
-                    if inner is not None and hasattr(inner, name):
-                        setattr(inner, name, value)
-                        return
-                super().__setattr__(name, value)
-
-        _cached_unit_class = FSDPUnit
-    return _cached_unit_class
-
-
-_cached_unit_class: type[nn.Module] | None = None
+    return FSDPUnit

@@ -99,7 +99,8 @@ class KeptGathered:
         self._arrives = arrives
         self._states = [state_of(unit) for unit in units]
         self._before: list[tuple[Any, Any, bool]] | None = None  # what let_go() puts back: (group, mesh, flag)
-        self._task: int | None = None  # the graph task at whose end they are let go; one that raised calls nothing
+        # The graph task at whose end they are let go; one that raised calls nothing.
+        self._task: int | None = None
         this = weakref.ref(self)
         for state in self._states:
             replace_pre_backward(state, _watched(pre_backward(state), state, this))
@@ -155,7 +156,8 @@ class KeptGathered:
                 kept._let_go_at_end()
 
         for part in group.fsdp_params:
-            whole = getattr(part, UNSHARDED_PARAM, None)  # made by the first gather
+            # The first gather makes it.
+            whole = getattr(part, UNSHARDED_PARAM, None)
             if whole is not None and whole.requires_grad and not getattr(whole, "_fsshard_followed", False):
                 whole.register_post_accumulate_grad_hook(came)
                 whole._fsshard_followed = True

@@ -38,7 +38,8 @@ class SingleBackend(Backend):
         return super().check(settings)
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        return []  # as torch: what has no gradient is not moved, and no other rank can have one
+        # As in torch, what has no gradient is not moved; and no other rank can have one.
+        return []
 
     def shard(self) -> nn.Module:
         self._rounds = any(unit.reduce_dtype is not None for unit in self.settings.plan.units)

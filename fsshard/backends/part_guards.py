@@ -85,8 +85,8 @@ def _tree(root: nn.Module) -> dict[nn.Module, None]:
     return {root: None} | {part: None for child in root.children() for part in _tree(child)}
 
 
+# By the modules themselves, which copies of them are not. The guard of a model that was let go admits nothing.
 _guards: WeakKeyDictionary[nn.Module, weakref.ref[PartsGuard]] = WeakKeyDictionary()
-"""By the modules themselves, which copies of them are not. The guard of a model that was let go admits nothing."""
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:

@@ -28,7 +28,8 @@ from fsshard.backends.base import taking_gradients
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 
-_replicated: Any = WeakTensorKeyDictionary()  # by parameter; as an attribute of it torch.save would pickle them
+# By parameter: as an attribute of it torch.save would pickle them.
+_replicated: Any = WeakTensorKeyDictionary()
 
 
 class ReplicatedModel:
@@ -100,9 +101,11 @@ class Arrivals:
         self._names = names
         self.expecting = False
         self.unreached: set[str] = set()
-        self.arrived: set[int] = set()  # by id: a tensor's hash takes a microsecond
+        # By id, since a tensor's hash takes a microsecond.
+        self.arrived: set[int] = set()
         self._has_strayed = False
-        self._task: int | None = None  # the graph task of the backward whose beginning was seen, while it runs
+        # The graph task of the backward whose beginning was seen, while it runs.
+        self._task: int | None = None
         # What has come in the backward that runs, to be counted when it ends; if nobody has seen it begin, since it is
         # of no output of the wrapper, when somebody looks.
         self._came: list[nn.Parameter] = []
@@ -111,7 +114,8 @@ class Arrivals:
         # model, its engine and its process group with its threads would live forever (torch 2.13).
         note = self._came.append
         hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in names]
-        self._unhook = weakref.finalize(self, _remove, hooks)  # the user's module may be trained on without a wrapper
+        # The user's module may be trained on without a wrapper.
+        self._unhook = weakref.finalize(self, _remove, hooks)
         self._unhook.atexit = False
 
     def detach(self) -> None:
@@ -128,7 +132,8 @@ class Arrivals:
         """Called when a forward with gradients begins. Collective where something is left to send."""
         self._count_unseen()
         self._send_the_rest()
-        if current_graph_task_id() < 0:  # else this forward is within a backward
+        # A forward of a recomputed block is within a backward.
+        if current_graph_task_id() < 0:
             self._task = None  # of one that has raised
             self._came.clear()
         if self._engine.require_backward_grad_sync:
@@ -192,7 +197,8 @@ class Arrivals:
             again = len(self.arrived) < count and not self._engine.static_graph
         else:
             again = bool(came) and of_output and self._engine.require_backward_grad_sync
-            self._has_strayed |= bool(came)  # until the next reduction, which sends it too
+            # It stays local until the next reduction, which sends it, too.
+            self._has_strayed |= bool(came)
         if again:
             raise ModelError(
                 "a second backward() since the last forward, which backend 'ddp' does not reduce: add the losses and "
@@ -203,7 +209,8 @@ class Arrivals:
 
     def _send_the_rest(self) -> None:
         if not (self.expecting and self.arrived) or self._task is not None:
-            return  # nothing was sent; or the backward has raised, and DDP's next forward says so
+            # Nothing was sent; or the backward has raised, and DDP's next forward says so.
+            return
         missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]
         self.unreached = {self._names[parameter] for parameter in missing}
         if self._engine.find_unused_parameters or self._engine.static_graph:

@@ -20,11 +20,11 @@ from fsshard.launching.supervisor import handed
 
 log = logging.getLogger("fsshard")
 
+# The entry-point group: name = module:Class. It is read when a name is asked for that is not known otherwise.
 GROUP = "fsshard.backends"
-"""The entry-point group: ``name = module:Class``. It is read when a name is asked for that is not known otherwise."""
 
+# The backend with which others are compared by default.
 REFERENCE = "ddp"
-"""The backend with which others are compared by default."""
 
 _OURS = {
     "none": "fsshard.backends.none:SingleBackend",
@@ -75,7 +75,7 @@ def _hand_on() -> None:
     """Tell processes that this one starts, or gives work to, which backends of others are registered here."""
     # A spawned process imports the main script by itself, under another name.
     by_themselves = ("__main__:", "__mp_main__:")
-    paths: list[tuple[str, str]] = []
+    paths = []
     for name, path in _paths.items():
         is_local = "<" in path
         if name not in _OURS and not is_local and not path.startswith(by_themselves):
@@ -146,16 +146,19 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
     for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
         others = [repr(each.name) for each in loaded_backends() if name in each.facts.option_names]
         known = ", ".join(cls.facts.option_names) or "none"
-        whose = f"backend={' or '.join(others)} has; leave it out" if others else "no backend has, nor fsshard.wrap"
+        whose = "no backend has, nor fsshard.wrap"
+        if others:
+            whose = f"backend={' or '.join(others)} has; leave it out"
         raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
     strategy = settings.sharding_strategy
     if strategy in (None, *cls.facts.strategies):
         return
-    names: list[str] = []
-    strategies: list[str] = []
+    names = []
+    strategies = []
     for backend in loaded_backends():
-        strategies.append(f"{backend.name} {', '.join(backend.facts.strategies)}")
-        if strategy in backend.facts.strategies and not backend.facts.one_process:
+        facts = backend.facts
+        strategies.append(f"{backend.name} {', '.join(facts.strategies)}")
+        if strategy in facts.strategies and not facts.one_process:
             names.append(repr(backend.name))
     advice = "the nearest is 'HYBRID_SHARD' of 'fsdp2' and 'fsdp'"
     if names:
@@ -196,8 +199,9 @@ def _entry_points() -> dict[str, str]:
     """Return name -> "module:Class" of those that installed packages bring."""
     paths: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
-        if point.name not in paths and point.name not in _OURS:
-            paths[point.name] = point.value
-        elif paths.get(point.name, _OURS.get(point.name)) != point.value:
-            log.warning("two packages have a backend %r; %s is not used", point.name, point.value)
+        name = point.name
+        # Names of ours stay ours.
+        first = _OURS.get(name) or paths.setdefault(name, point.value)
+        if first != point.value:
+            log.warning("two packages have a backend %r; %s is not used", name, point.value)
     return paths

@@ -16,6 +16,8 @@ from fsshard.parallel.model_mesh import ModelMesh
 from fsshard.planning.plan import Plan
 from fsshard.planning.policies import Precision
 
+# Options about when gathers run, how buckets lie and how they travel. They change no number, and an engine that has
+# no such gathers or buckets does what they ask for by having none: every backend takes them.
 HINTS = frozenset(
     {
         *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
@@ -23,8 +25,6 @@ HINTS = frozenset(
         "fast_collectives",
     }
 )
-"""Options about when gathers run, how buckets lie and how they travel. They change no number, and an engine that has no
-such gathers or buckets does what they ask for by having none: every backend takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)

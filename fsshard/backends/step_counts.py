@@ -22,7 +22,9 @@ class StepCounts:
     """The steps that the optimizers of one model have taken on this rank, and the latest learning rates."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = None if group is None or group.size() == 1 else group
+        self._group = group
+        if group is not None and group.size() == 1:
+            self._group = None
         self._device = device
         # Per optimizer its steps and its groups' learning rates. Kept here and not with the optimizers, which one
         # rank's garbage collector may take earlier than another's.
@@ -52,8 +54,11 @@ class StepCounts:
         """
         if self._group is None or type(torch.empty(0)) is not Tensor:
             return  # in an estimate there are no numbers, and no other ranks
-        # Of numbers, whose hash is the same in every process.
-        digest = hash(tuple((count, *rates) for count, rates in self._taken)) & (2**62 - 1)
+        numbers = []
+        for count, rates in self._taken:
+            numbers += [count, len(rates), *rates]
+        # Numbers have the same hash in every process.
+        digest = hash(tuple(numbers)) & (2**62 - 1)
         # A mode that counts what runs (MemoryTracker) would see 16 bytes come and go in some steps. Private: in
         # torch/utils/_python_dispatch.py (2.13).
         with disable_current_modes():
@@ -89,7 +94,7 @@ def _number(rate: Any) -> float:
 
 
 def _told(taken: list[tuple[int, list[float]]]) -> str:
-    texts: list[str] = []
+    texts = []
     for number, (count, rates) in enumerate(taken):
         texts.append(f"{count} steps of optimizer {number} at lr {rates}")
     return ", ".join(texts)

@@ -27,16 +27,19 @@ class Stage(enum.Enum):
     ACCUMULATED = "a backward under no_sync() has begun"
     SPENT = "a backward that reduces has begun, or another pass that keeps no graph"
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, which each look into a table would call
+    # Enum's own is a Python function, which each look into a table would call.
+    __hash__ = object.__hash__
 
+
+Transitions = Mapping[Stage, frozenset[Stage]]
 
 _PASSES = frozenset((Stage.DERIVED, Stage.ACCUMULATED, Stage.SPENT))
 
-TRANSITIONS: Mapping[Stage, frozenset[Stage]] = dict.fromkeys(Stage, _PASSES)
-"""Stage -> the passes through the graph that may begin in it. A forward may begin in any."""
+# Stage -> the passes through the graph that may begin in it. A forward may begin in any.
+TRANSITIONS: Transitions = dict.fromkeys(Stage, _PASSES)
 
-WEIGHTS_ARE_FREED: Mapping[Stage, frozenset[Stage]] = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
-"""The same of an engine that frees gathered weights in a pass, so that the next one needs a forward of its own."""
+# The same of an engine that frees gathered weights in a pass, so that the next one needs a forward of its own.
+WEIGHTS_ARE_FREED: Transitions = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
 
 
 class StepState:
@@ -58,7 +61,7 @@ class StepState:
         finished: how often gradients were made final.
     """
 
-    def __init__(self, name: str, transitions: Mapping[Stage, frozenset[Stage]]) -> None:
+    def __init__(self, name: str, transitions: Transitions) -> None:
         self._name = name
         self._transitions = transitions
         self._task: int | None = None  # the graph task of the pass that the stage comes from

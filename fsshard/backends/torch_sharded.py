@@ -44,18 +44,25 @@ class UsageTracker:
         self.settings = settings
         self.entries = entries
         self.used: set[str] = set()
-        self._untouched = set(entries)  # no backward has come since their gradients were dropped
-        self._known: list[tuple[dict[int, str], list[Entry]]] = []  # of each hook what it has found out about nodes
+        # Those whose gradients were dropped, and no backward has come since.
+        self._untouched = set(entries)
+        # What each hook has found out about nodes.
+        self._known: list[tuple[dict[int, str], list[Entry]]] = []
+        infos = settings.plan.parameters
         for unit in settings.plan.units:
-            own: dict[bool, list[Entry]] = {}  # FSDP1 has a flat parameter for each
+            # FSDP1 has a flat parameter of what is trained, and one of what is not.
+            own: dict[bool, list[Entry]] = {}
             for name in unit.parameters:
-                own.setdefault(settings.plan.parameters[name].requires_grad, []).append(entries[name])
+                is_trained = infos[name].requires_grad
+                own.setdefault(is_trained, []).append(entries[name])
             for together in own.values():
                 units[unit.name].register_forward_pre_hook(self._watch(together))
 
     def _watch(self, own: list[Entry]) -> Callable[..., None]:
-        used, untouched = self.used, self._untouched  # not self: what a hook holds, a parameter would keep forever
-        places: dict[int, str] = {}  # FSDP1: outputs of the node that divides a unit -> names; alike in each forward
+        # A hook does not hold self, which its parameter would keep forever.
+        used, untouched = self.used, self._untouched
+        # Under FSDP1: outputs of the node that divides a unit -> names. They are alike in each forward.
+        places: dict[int, str] = {}
         first: list[Entry] = []  # the one whose view leads to that node
         self._known.append((places, first))
 
@@ -92,19 +99,26 @@ class UsageTracker:
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Trainable parameters among ``names`` that received no gradient on this rank since theirs was dropped."""
-        unused = [name for name in names if name not in self.used]
-        return [name for name in unused if self.entries[name].parameter.requires_grad]
+        unused = []
+        for name in names:
+            if name not in self.used and self.entries[name].parameter.requires_grad:
+                unused.append(name)
+        return unused
 
     def finish(self, entries: Iterable[Entry]) -> None:
         """With ``find_unused_parameters``, drop gradients of parameters that no rank used. Collective."""
         if not self.settings.find_unused_parameters:
             return
         entries = list(entries)
-        used = [entry.name in self.used for entry in entries]
-        # What no backward has left was set by hand, as torch does to make the state of an optimizer.
-        touched = [entry.name not in self._untouched for entry in entries]
-        mask = torch.tensor([used, touched], dtype=torch.uint8).to(self.settings.device)
-        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self.settings.group)
+        settings = self.settings
+        used = []
+        touched = []
+        for entry in entries:
+            used.append(entry.name in self.used)
+            # What no backward has left was set by hand, as torch does to make the state of an optimizer.
+            touched.append(entry.name not in self._untouched)
+        mask = torch.tensor([used, touched], dtype=torch.uint8).to(settings.device)
+        dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=settings.group)
         for entry, is_used, is_touched in zip(entries, *mask.tolist(), strict=True):
             if is_touched and not is_used:
                 entry.parameter.grad = None
@@ -149,7 +163,8 @@ class TorchShardedBackend(Backend):
         cls._check_unit_dtypes(settings)
         cls._check_compilation(settings)
         empty = [name for name, info in settings.plan.parameters.items() if 0 in info.shape]
-        if empty:  # "_chunk_cat expects non-empty tensor" (FSDP2), or no gradient at all (FSDP1), torch 2.13
+        # FSDP2 raises "_chunk_cat expects non-empty tensor", FSDP1 gives no gradient at all (torch 2.13).
+        if empty:
             raise UnsupportedByBackend(
                 f"parameters without elements ({', '.join(empty[:3])})", cls.name, "remove them, or use backend='ddp'"
             )
@@ -158,10 +173,11 @@ class TorchShardedBackend(Backend):
     @classmethod
     def _check_compilation(cls, settings: Settings) -> None:
         """Refuse CUDA graphs: they read parameters where they were recorded; here each gather allocates them anew."""
-        if settings.compilation is None or settings.device.type != "cuda" or not settings.compilation.uses_cuda_graphs:
+        compilation = settings.compilation
+        if compilation is None or settings.device.type != "cuda" or not compilation.uses_cuda_graphs:
             return
         raise UnsupportedByBackend(
-            f"compile={dict(settings.compilation.keywords)!r}, which records CUDA graphs",
+            f"compile={dict(compilation.keywords)!r}, which records CUDA graphs",
             cls.name,
             "use mode='max-autotune-no-cudagraphs', or backend='ddp'",
         )
@@ -170,16 +186,20 @@ class TorchShardedBackend(Backend):
     def _check_unit_dtypes(cls, settings: Settings) -> None:
         """Refuse units of several dtypes ("FSDP expects uniform original parameter dtype", torch 2.13)."""
         for unit in settings.plan.units:
-            dtypes = {real_dtype(dtype) for dtype in unit.dtypes}
-            counts = [dtype for dtype in dtypes if not dtype.is_floating_point]
-            if len(dtypes) > 1 or (counts and not cls.facts.shards_integers):
-                names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-                where = f"unit {unit.name!r}" if unit.name else "the root unit"
-                own = "put them into modules of their own and pass these in auto_wrap_policy"
-                buffer = "make what is not trained a buffer, module.register_buffer(name, tensor)"
-                raise UnsupportedByBackend(
-                    f"{names} parameters in {where}", cls.name, f"{buffer if counts else own}, or use backend='ddp'"
-                )
+            dtypes = set(map(real_dtype, unit.dtypes))
+            has_integers = not all(dtype.is_floating_point for dtype in dtypes)
+            if len(dtypes) <= 1 and (cls.facts.shards_integers or not has_integers):
+                continue
+            names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            where = f"unit {unit.name!r}" if unit.name else "the root unit"
+            advice = "put them into modules of their own and pass these in auto_wrap_policy"
+            if has_integers:
+                advice = "make what is not trained a buffer, module.register_buffer(name, tensor)"
+            raise UnsupportedByBackend(
+                f"{' and '.join(names)} parameters in {where}",
+                cls.name,
+                f"{advice}, or use backend='ddp'",
+            )
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:
         if self.usage is not None:
@@ -188,7 +208,8 @@ class TorchShardedBackend(Backend):
     def zero_grad(self, entries: Iterable[Entry], *, set_to_none: bool) -> None:
         entries = list(entries)
         super().zero_grad(entries, set_to_none=set_to_none)
-        if set_to_none and self.usage is not None:  # zeros are a gradient, as they are for DDP
+        # Zeros are a gradient, as they are for DDP.
+        if set_to_none and self.usage is not None:
             self.usage.forget(entries)
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:
@@ -203,8 +224,10 @@ class TorchShardedBackend(Backend):
         super().before_forward(training=training)
         if self.usage is not None and self.usage.used and not self.step.local:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
-            gone = [entry for entry in self.all if entry.parameter.grad is None]
-            self.usage.forget(entry for entry in gone if entry.local().numel())
+            gone = [entry for entry in self.all if entry.parameter.grad is None and entry.local().numel()]
+            self.usage.forget(gone)
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        return super().unused(names) if self.usage is None else self.usage.unused(names)
+        if self.usage is None:
+            return super().unused(names)
+        return self.usage.unused(names)

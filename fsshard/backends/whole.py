@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from fsshard.backends.base import Backend
 
 State = dict[str, Any]
+# A parameter, and what this rank holds of it, or of a tensor of its shape.
+LocalPart = tuple[Entry, Tensor]
+# Attribute of an optimizer that has taken a step, or whose state was set: this rank may have no state all the same.
 HAS_BEGUN = "_fsshard_has_begun"
-"""Attribute of an optimizer that has taken a step, or whose state was set: this rank may have no state all the same."""
+# Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company.
 BATCH_BYTES = 2**20
-"""Most bytes of whole tensors that are sent together: what takes longer by itself gains nothing from company."""
 
 
 def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
@@ -51,13 +53,17 @@ def gather(entry: Entry, local: Tensor, device: torch.device) -> Tensor:
 def owned(backend: Backend, entry: Entry) -> bool:
     """Return whether this rank's gradient and state of ``entry`` count: each element must count on one rank."""
     owner = backend.owner(entry)
-    return owner is None or entry.group is None or owner == entry.group.rank()
+    if owner is None or entry.group is None:
+        return True
+    return owner == entry.group.rank()
 
 
 def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
     """Return whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
-    divided = backend.facts.divides != "nothing" and backend.settings.world_size > 1
-    return entry.kind.is_complex or divided or bool(entry.layouts) or not backend.settings.knows_all_ranks
+    settings = backend.settings
+    if backend.facts.divides != "nothing" and settings.world_size > 1:
+        return True
+    return entry.kind.is_complex or bool(entry.layouts) or not settings.knows_all_ranks
 
 
 def has_no_shapes(backend: Backend) -> bool:
@@ -69,7 +75,8 @@ def has_no_shapes(backend: Backend) -> bool:
 def raw_state_dict(backend: Backend) -> dict[str, Any]:
     """Return the user's keys; stored parameters as they are now, everything else as the model gives it."""
     with backend.bare() as module, raw_state():
-        raw = dict(module.state_dict(keep_vars=True))
+        state = module.state_dict(keep_vars=True)
+    raw = dict(state)
     # Modules have no parameter where FSDP1 shows them a view of it; which keys there are does not depend on that.
     for key, name in backend.keys.items():
         raw.setdefault(key, backend.entries[name].parameter)
@@ -83,27 +90,32 @@ def gather_grads(backend: Backend) -> Iterator[tuple[Entry, Tensor | None]]:
     """
     settings = backend.settings
     gradients = [entry.grad() for entry in backend.all]
-    is_here = [gradient is not None for gradient in gradients]
-    present = torch.tensor(is_here, dtype=torch.uint8, device=settings.device)
+    present = torch.tensor(
+        [gradient is not None for gradient in gradients],
+        dtype=torch.uint8,
+        device=settings.device,
+    )
     if settings.group is not None:
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=settings.group)
     flags: list[int] = present.tolist()
 
-    def parts() -> Iterator[tuple[Entry, Tensor]]:
+    def parts() -> Iterator[LocalPart]:
         for entry, gradient, flag in zip(backend.all, gradients, flags, strict=True):
-            if not flag:
-                continue
-            if gradient is None:
-                yield entry, torch.zeros_like(entry.local())
-            else:
+            # Every rank takes part in each gather, with zeros where another rank alone has a gradient.
+            if flag and gradient is None:
+                gradient = torch.zeros_like(entry.local())
+            if gradient is not None:
                 yield entry, gradient
 
     whole = gather_owned(backend, parts())
     for entry, flag in zip(backend.all, flags, strict=True):
-        yield entry, next(whole) if flag else None
+        gradient = None
+        if flag:
+            gradient = next(whole)
+        yield entry, gradient
 
 
-def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+def gather_owned(backend: Backend, parts: Iterable[LocalPart]) -> Iterator[Tensor]:
     """Gather as :func:`gather_all` does what only owners have, where the engine gives each parameter to one rank."""
     if backend.facts.divides != "owners":
         yield from gather_all(parts, backend.settings.device)
@@ -111,26 +123,34 @@ def gather_owned(backend: Backend, parts: Iterable[tuple[Entry, Tensor]]) -> Ite
         yield from _gather_from(backend.owner, parts)
 
 
-def _gather_from(owner: Callable[[Entry], int | None], parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[Tensor]:
+def _gather_from(
+    owner: Callable[[Entry], int | None],
+    parts: Iterable[LocalPart],
+) -> Iterator[Tensor]:
     for batch in collective_batches(parts):
         entries, tensors = zip(*batch, strict=True)
-        owners = [owner(entry) for entry in entries]
-        yield from from_owners(tensors, owners, entries[0].group)
+        owners = list(map(owner, entries))
+        group = entries[0].group
+        yield from from_owners(tensors, owners, group)
 
 
-def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> Iterator[Tensor]:
+def gather_all(parts: Iterable[LocalPart], device: torch.device) -> Iterator[Tensor]:
     """:func:`gather` of many, small ones together. Collective, so run it to its end on every rank."""
     for batch in collective_batches(parts):
         entries, locals_ = zip(*batch, strict=True)
         group = entries[0].group
+        # A batch holds either what is cut or what is not.
         if group is None or not entries[0].is_cut:
             for entry, local in batch:
                 yield shaped(entry, local.detach().clone())
             continue
         sizes = []
         for rank in range(group.size()):
-            bounds = [entry.part(rank) for entry in entries]
-            sizes.append([stop - start for start, stop in bounds])
+            of_rank = []
+            for entry in entries:
+                start, stop = entry.part(rank)
+                of_rank.append(stop - start)
+            sizes.append(of_rank)
         flat = gathered(locals_, sizes, group, device)
         for entry, whole in zip(entries, flat, strict=True):
             yield shaped(entry, whole)
@@ -138,9 +158,10 @@ def gather_all(parts: Iterable[tuple[Entry, Tensor]], device: torch.device) -> I
 
 def stream(entry: Entry, settings: Settings, device: torch.device) -> Tensor:
     """Return the whole stored parameter as a new tensor on ``device``. Collective."""
+    local = entry.local()
     if not entry.is_cut or entry.group is None:
-        return shaped(entry, entry.local().to(device, copy=True))
-    return gather(entry, entry.local(), settings.device).to(device)
+        return shaped(entry, local.to(device, copy=True))
+    return gather(entry, local, settings.device).to(device)
 
 
 def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device) -> Iterator[Tensor | None]:
@@ -151,12 +172,13 @@ def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device)
     """
     parts = ((entry, entry.local()) for entry in entries)
     for batch in collective_batches(parts):
-        group = batch[0][0].group
-        if group is None or not batch[0][0].is_cut:
+        first, _ = batch[0]
+        group = first.group
+        if group is None or not first.is_cut:
             for entry, local in batch:
                 yield None if settings.rank else shaped(entry, local.to(device, copy=True))
             continue
-        rank0 = dist.get_process_group_ranks(settings.group)[0]
+        rank0, *_ = dist.get_process_group_ranks(settings.group)
         if dist.get_rank() == rank0:
             yield from _receive(batch, group, settings.device, device)
             continue
@@ -167,61 +189,61 @@ def to_rank0(entries: Iterable[Entry], settings: Settings, device: torch.device)
             yield None
 
 
-def _send(batch: list[tuple[Entry, Tensor]], group: dist.ProcessGroup, to: int, here: torch.device) -> None:
+def _send(batch: list[LocalPart], group: dist.ProcessGroup, to: int, here: torch.device) -> None:
     """Send this rank's parts as one message."""
-    parts = []
-    for _, local in batch:
-        parts.append(local.reshape(-1))
+    parts = [local.reshape(-1) for _, local in batch]
     message = parts[0]
     # A single one goes as it is, unless cpu_offload keeps it in host memory.
     if len(parts) > 1:
         message = torch.cat(parts)
     if message.numel():
-        _exchange([dist.P2POp(dist.isend, message.to(here), to, group)])
+        message = message.to(here)
+        _exchange([dist.P2POp(dist.isend, message, to, group)])
 
 
 def _receive(
-    batch: list[tuple[Entry, Tensor]],
+    batch: list[LocalPart],
     group: dist.ProcessGroup,
     here: torch.device,
     device: torch.device,
 ) -> list[Tensor]:
     """Receive every rank's parts, put together on ``device``; they arrive on ``here``."""
+    entries, locals_ = zip(*batch, strict=True)
     tensors = []
-    for entry, local in batch:
+    for entry in entries:
         size = entry.stored_shape.numel()
-        tensors.append(torch.empty(size, dtype=local.dtype, device=device))
-    messages: list[tuple[Tensor, list[Tensor]]] = []  # each with the places of its parts
+        # A batch has one dtype.
+        tensors.append(torch.empty(size, dtype=locals_[0].dtype, device=device))
+    messages = []  # each with the places of its parts
     operations = []
     for rank, peer in enumerate(dist.get_process_group_ranks(group)):
-        places = _places(batch, tensors, rank)
+        places = _places(entries, tensors, rank)
         if rank == group.rank():
-            for place, (_, local) in zip(places, batch, strict=True):
+            for place, local in zip(places, locals_, strict=True):
                 place.copy_(local.reshape(-1))
             continue
+        # A single part is received where it stays.
         message = places[0]
         if len(places) > 1 or device != here:
-            size = sum(place.numel() for place in places)
+            size = sum(map(Tensor.numel, places))
             message = torch.empty(size, dtype=message.dtype, device=here)
             messages.append((message, places))
         if message.numel():
             operations.append(dist.P2POp(dist.irecv, message, peer, group))
     _exchange(operations)
     for message, places in messages:
-        sizes = [place.numel() for place in places]
-        parts = message.split(sizes)
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
-    result = []
-    for (entry, _), whole in zip(batch, tensors, strict=True):
-        result.append(shaped(entry, whole))
-    return result
+        start = 0
+        for place in places:
+            stop = start + place.numel()
+            place.copy_(message[start:stop])
+            start = stop
+    return list(map(shaped, entries, tensors))
 
 
-def _places(batch: list[tuple[Entry, Tensor]], tensors: list[Tensor], rank: int) -> list[Tensor]:
+def _places(entries: Sequence[Entry], tensors: list[Tensor], rank: int) -> list[Tensor]:
     """Return the part of each flat tensor that this rank of the group has."""
     places = []
-    for (entry, _), whole in zip(batch, tensors, strict=True):
+    for entry, whole in zip(entries, tensors, strict=True):
         start, stop = entry.part(rank)
         places.append(whole[start:stop])
     return places
@@ -229,8 +251,9 @@ def _places(batch: list[tuple[Entry, Tensor]], tensors: list[Tensor], rank: int)
 
 def shaped(entry: Entry, whole: Tensor) -> Tensor:
     """Return the stored tensor of all elements, given in the order in which the engine lays them."""
-    if entry.cut is not None and entry.cut.strides is not None:
-        return whole.contiguous().as_strided(entry.stored_shape, entry.cut.strides)
+    cut = entry.cut
+    if cut is not None and cut.strides is not None:
+        return whole.contiguous().as_strided(entry.stored_shape, cut.strides)
     # As it is where it has that shape: reshape() gives dims of size 1 other strides.
     if whole.shape == entry.stored_shape:
         return whole
@@ -244,19 +267,23 @@ def _exchange(operations: list[dist.P2POp]) -> None:
         work.wait()
 
 
-def collective_batches(parts: Iterable[tuple[Entry, Tensor]]) -> Iterator[list[tuple[Entry, Tensor]]]:
+def collective_batches(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
     """Successive parts of one dtype whose whole tensors have at most ``BATCH_BYTES`` together; larger ones alone.
 
     The same on every rank, since it looks at whole tensors only. Sparse tensors are alone.
     """
 
-    def nbytes(pair: tuple[Entry, Tensor]) -> int:
+    def nbytes(pair: LocalPart) -> int:
         entry, part = pair
         if part.layout is not torch.strided:
             return BATCH_BYTES + 1
         return entry.stored_shape.numel() * part.element_size()
 
-    return batches(parts, nbytes, BATCH_BYTES, kind=lambda pair: (pair[1].dtype, pair[0].is_cut))
+    def kind(pair: LocalPart) -> tuple[torch.dtype, bool]:
+        entry, part = pair
+        return part.dtype, entry.is_cut
+
+    return batches(parts, nbytes, BATCH_BYTES, kind)
 
 
 def gathered(
@@ -273,23 +300,32 @@ def gathered(
         group: who holds the parts.
         device: where they are sent from.
     """
-    sent = torch.cat([part.detach().reshape(-1) for part in parts]).to(device)
-    counts = [sum(row) for row in sizes]
+    vectors = [part.detach().reshape(-1) for part in parts]
+    sent = torch.cat(vectors).to(device)
+    rank = group.rank()
+    counts = list(map(sum, sizes))
+    # The collective takes as much from every rank.
     width = max(counts)
-    missing = width - counts[group.rank()]
+    missing = width - counts[rank]
     assert sent.numel() + missing == width
     if missing:
         sent = torch.cat([sent, sent.new_zeros(missing)])
-    received = sent.new_empty(group.size() * width)
+    elements = group.size() * width
+    received = sent.new_empty(elements)
     dist.all_gather_single(received, sent, group=group)
-    total = sum(counts)
     if len(parts) == 1:
-        left = [max(0, total - rank * width) for rank in range(len(counts))]
-        if counts == [min(width, count) for count in left]:
-            return [received[:total]]  # there is padding at the end only: no second copy of what may be large
+        total = sum(counts)
+        left = total
+        is_padded_behind = True
+        for count in counts:
+            is_padded_behind &= count == min(width, left)
+            left -= count
+        if is_padded_behind:
+            # No second copy of what may be large.
+            return [received[:total]]
     rows = []
-    for rank, row in enumerate(sizes):
-        of_rank = received[rank * width :][: counts[rank]]
+    for row, count, padded in zip(sizes, counts, received.split(width), strict=True):
+        of_rank = padded[:count]
         rows.append(of_rank.split(list(row)))
     return [torch.cat(pieces) for pieces in zip(*rows, strict=True)]
 
@@ -299,34 +335,35 @@ def from_owners(
     owners: Sequence[int | None],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Copies of the owners' tensors, or of this rank's where there is no owner. Collective, once per owner.
+    """Return copies of the owners' tensors, or of this rank's where there is no owner. Collective, once per owner.
 
     Args:
         tensors: this rank's: of one dtype, of the owners' shapes. As these lie in memory, so do the copies.
         owners: the rank of the group that each comes from.
         group: who takes part; None where nobody owns anything.
     """
-    first = tensors[0]
-    if len(tensors) == 1 and (first.layout is not torch.strided or owners[0] is None or first.is_contiguous()):
-        copy = first.detach().clone()
+    copies = [tensor.detach().clone() for tensor in tensors]
+    first = copies[0]
+    # A sparse tensor travels as it is.
+    if len(copies) == 1 and (first.layout is not torch.strided or first.is_contiguous()):
         if owners[0] is not None:
-            dist.broadcast(copy, group=group, group_src=owners[0])
-        return [copy]
+            dist.broadcast(first, group=group, group_src=owners[0])
+        return copies
     # Flattened by index: gloo sends memory as it lies, and a tensor may lie otherwise on another rank (torch 2.13).
-    copies = list(tensors)
-    by_owner: dict[int, list[int]] = {}
-    for place, owner in enumerate(owners):
-        if owner is None:
-            copies[place] = tensors[place].detach().clone()
-        else:
-            by_owner.setdefault(owner, []).append(place)
-    for owner, places in sorted(by_owner.items()):
-        flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+    by_owner: dict[int, list[Tensor]] = {}
+    for copy, owner in zip(copies, owners, strict=True):
+        if owner is not None:
+            by_owner.setdefault(owner, []).append(copy)
+    # Every rank broadcasts in the order of owners.
+    for owner, of_owner in sorted(by_owner.items()):
+        flat = torch.cat([copy.reshape(-1) for copy in of_owner])
         dist.broadcast(flat, group=group, group_src=owner)
-        pieces = flat.split([tensors[place].numel() for place in places])
-        for place, piece in zip(places, pieces, strict=True):
-            copy = torch.empty_like(tensors[place])
-            copies[place] = copy.copy_(piece.view(copy.shape))
+        start = 0
+        for copy in of_owner:
+            stop = start + copy.numel()
+            part = flat[start:stop]
+            copy.copy_(part.view(copy.shape))
+            start = stop
     return copies
 
 
@@ -336,18 +373,22 @@ def from_owners(
 def states_at_rest(optimizer: Optimizer) -> Any:
     """Return this rank's states by the engine's parameters: real tensors, shaped like the local parts."""
     local: Any = local_optimizer(optimizer)
-    getattr(local, "put_to_rest", bool)()  # between steps they lie under what the optimizer was shown
+    # Between steps they lie under what the optimizer was shown.
+    if hasattr(local, "put_to_rest"):
+        local.put_to_rest()
     return local.state
 
 
 def state_of(optimizer: Optimizer, entry: Entry) -> State:
     """Return the state of ``entry`` on this rank (tensors shaped as the stored local part, or not per element)."""
-    return dict(states_at_rest(optimizer).get(entry.parameter, {}))
+    states = states_at_rest(optimizer)
+    return dict(states.get(entry.parameter, {}))
 
 
 def whole_owners(optimizer: Any) -> Any:
     """Return who steps each parameter whole (fsshard/sharded/optimizer_whole.py); None where nobody does."""
-    return getattr(local_optimizer(getattr(optimizer, "inner", optimizer)), "_fsshard_owners", None)
+    inner = getattr(optimizer, "inner", optimizer)
+    return getattr(local_optimizer(inner), "_fsshard_owners", None)
 
 
 def state_divides(backend: Backend, optimizer: Optimizer) -> str:
@@ -373,12 +414,16 @@ def state_entry(optimizer: Optimizer, entry: Entry) -> Entry:
 def owns_state(backend: Backend, optimizer: Optimizer, entry: Entry) -> bool:
     """Return whether this rank has the state of ``entry``, or a part of it."""
     owner = state_owner(backend, optimizer, entry)
-    return owner is None or entry.group is None or owner == entry.group.rank()
+    if owner is None or entry.group is None:
+        return True
+    return owner == entry.group.rank()
 
 
 def state_device(optimizer: Optimizer, entry: Entry) -> torch.device:
     """Return where state of ``entry`` lies, but for counters: beside it, unless the optimizer keeps it elsewhere."""
-    return getattr(local_optimizer(optimizer), "_fsshard_state_device", None) or entry.local().device
+    local = local_optimizer(optimizer)
+    device = getattr(local, "_fsshard_state_device", None)
+    return device or entry.local().device
 
 
 def set_state(
@@ -396,10 +441,15 @@ def set_state(
     states = states_at_rest(optimizer)
     before = states.pop(entry.parameter, {})
     if state and owns_state(backend, optimizer, entry):
-        states[entry.parameter] = with_objects(state, before, classes, state_device(optimizer, entry))
+        device = state_device(optimizer, entry)
+        states[entry.parameter] = with_objects(state, before, classes, device)
 
 
-def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) -> Iterator[tuple[Entry, State]]:
+def gather_states(
+    backend: Backend,
+    optimizer: Optimizer,
+    entries: list[Entry],
+) -> Iterator[tuple[Entry, State]]:
     """Yield entry by entry the whole state, as stored (real). Collective, so run it to its end on every rank.
 
     A rank can hold no part of a parameter, and then no state for it; so the ranks first tell each other what
@@ -407,16 +457,19 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     """
     states = [state_of(optimizer, entry) for entry in entries]
     divides = state_divides(backend, optimizer)
+    group = backend.settings.group
     device = backend.settings.device
-    tables = exchange(backend.settings.group, lambda: list(map(partial(_describe, divides), entries, states)))
-    descriptions: list[dict[str, Any]] = []
+    describe = partial(_describe, divides)
+    tables = exchange(group, lambda: list(map(describe, entries, states)))
+    descriptions = []
     for of_ranks in zip(*tables, strict=True):
-        items: dict[str, Any] = {}
-        for of_rank in reversed(of_ranks):  # the first rank that knows a key counts
+        items = {}
+        # The first rank that knows a key counts.
+        for of_rank in reversed(of_ranks):
             items.update(of_rank)
         descriptions.append(items)
 
-    def parts() -> Iterator[tuple[Entry, Tensor]]:
+    def parts() -> Iterator[LocalPart]:
         for entry, state, items in zip(entries, states, descriptions, strict=True):
             for key, item in items.items():
                 if isinstance(item, _Travels):
@@ -427,54 +480,44 @@ def gather_states(backend: Backend, optimizer: Optimizer, entries: list[Entry]) 
     else:
         whole = gather_all(parts(), device)
     for entry, items in zip(entries, descriptions, strict=True):
-        yield entry, _whole_state(items, whole, device)
+        state = {}
+        for key, item in items.items():
+            if isinstance(item, _Travels):
+                state[key] = next(whole)
+            else:
+                state[key] = _unpacked(item, device)
+        yield entry, state
 
 
-def _whole_state(items: dict[str, Any], whole: Iterator[Tensor], device: torch.device) -> State:
-    state: State = {}
-    for key, item in items.items():
-        if isinstance(item, _Travels):
-            state[key] = next(whole)
-        else:
-            state[key] = _unpacked(item, device)
-    return state
-
-
-def scatter_state(
-    backend: Backend,
-    optimizer: Optimizer,
-    entry: Entry,
-    state: State,
-) -> None:
+def scatter_state(backend: Backend, optimizer: Optimizer, entry: Entry, state: State) -> None:
     """Inverse of :func:`gather_states`: keep this rank's part of the whole state. No communication."""
     by_owner = state_divides(backend, optimizer) == "owners"
     device = state_device(optimizer, entry)
-    part: State = {}
+    part = {}
     for key, value in state.items():
-        if not is_plain_tensor(value) or value.shape != entry.stored_shape:
+        if is_plain_tensor(value) and value.shape == entry.stored_shape:
+            own = value if by_owner else entry.take(value)
+            part[key] = own.to(device, copy=True)
+        else:
             part[key] = _copied(value, device)
-            continue
-        if not by_owner:
-            value = entry.take(value)
-        part[key] = value.to(device, copy=True)
     set_state(backend, optimizer, entry, part)
 
 
-def _describe(kind: str, entry: Entry, state: State) -> dict[str, Any]:
+def _describe(divides: str, entry: Entry, state: State) -> State:
     """Per key either the value itself, or what the others need to know of a tensor that must be sent."""
     local = entry.local()
-    divides = kind == "elements"
-    if divides and not local.numel():
-        return {}  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
-    items: dict[str, Any] = {}
+    if divides == "elements" and not local.numel():
+        # What a rank without elements counts (Adagrad's step stays 0 there) means nothing.
+        return {}
+    items = {}
     for key, value in state.items():
         is_array = is_plain_tensor(value) and value.dim() > 0
-        if is_array and kind == "owners":
-            items[key] = _Travels(tuple(value.shape), value.dtype, order_in_memory(value))
+        if is_array and divides == "owners":
+            items[key] = _Travels(value.shape, value.dtype, order_in_memory(value))
         elif is_array and value.shape == local.shape:
-            items[key] = _Travels(tuple(value.shape), value.dtype, ())
+            items[key] = _Travels(value.shape, value.dtype, ())
         else:
-            if divides:
+            if divides == "elements":
                 check_divisible(entry, key, value)
             items[key] = _packed(value)
     return items
@@ -500,24 +543,28 @@ def _sent(
 ) -> Tensor:
     """Return what this rank gives to a whole tensor of the state; room for the owner's where it is another's."""
     if state_divides(backend, optimizer) == "owners":
-        if value is None or not owns_state(backend, optimizer, entry):
-            return item.empty(backend.settings.device)
-        return value.to(backend.settings.device)
+        device = backend.settings.device
+        if value is not None and owns_state(backend, optimizer, entry):
+            return value.to(device)
+        room = torch.empty(item.shape, dtype=item.dtype, device=device)
+        return laid(room, item.order)
     if value is None:
         return torch.zeros_like(entry.local(), dtype=item.dtype)
     return value
 
 
 class _Travels(NamedTuple):
-    shape: tuple[int, ...]
+    """A tensor of the state that is sent by itself, and not with its description."""
+
+    shape: torch.Size
     dtype: torch.dtype
-    order: tuple[int, ...]  # of its dims in memory, by which products with it are rounded; () for their own
-
-    def empty(self, device: torch.device) -> Tensor:
-        return laid(torch.empty(self.shape, dtype=self.dtype, device=device), self.order)
+    # Of its dims in memory, by which products with it are rounded; () for their own.
+    order: tuple[int, ...]
 
 
-class _Copied(NamedTuple):
+class _Packed(NamedTuple):
+    """A tensor of the state that is sent with its description."""
+
     value: Any
     dtype: torch.dtype
     on_host: bool
@@ -527,15 +574,14 @@ def _packed(value: Any) -> Any:
     """Pack a value of the state to be sent whole; tensors of one number as that, since tensors take long to pickle."""
     if not is_plain_tensor(value):
         return copied(value)
+    number = value.detach().cpu().clone() if value.dim() else value.item()
     on_host = value.device.type == "cpu"
-    if not value.dim():
-        return _Copied(value.item(), value.dtype, on_host)
-    return _Copied(value.detach().cpu().clone(), value.dtype, on_host)
+    return _Packed(number, value.dtype, on_host)
 
 
 def _unpacked(value: Any, device: torch.device) -> Any:
     """Return what was packed, on ``device`` unless it lay in host memory, as counters of steps do."""
-    if not isinstance(value, _Copied):
+    if not isinstance(value, _Packed):
         return value
     if value.on_host:
         device = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsshard.checkpoint.format.directory import leftovers, newest_whole
 from fsshard.checkpoint.format.division import RANK_FILE, pieces_of
-from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, Index, check_files, read_index
+from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, Index, Tree, check_files, read_index
 from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
@@ -42,7 +42,7 @@ class Inspection:
     path: Path
     problems: list[str]
     verified: bool
-    contents: dict[str, Any]
+    contents: Tree
 
     @property
     def ok(self) -> bool:
@@ -66,7 +66,7 @@ class Inspection:
             yield from map(printable, _lines(self.contents))
 
 
-def _lines(contents: dict[str, Any]) -> Iterator[str]:
+def _lines(contents: Tree) -> Iterator[str]:
     """Yield a table of the tensors, and a line of JSON for each other entry that has something in it."""
     rows = [("tensor", "dtype", "shape", "pieces", "bytes")]
     nbytes = 0
@@ -86,7 +86,7 @@ class Listing:
     """The checkpoints of a directory."""
 
     path: Path
-    checkpoints: list[dict[str, Any]]  # the newest last; "problems": what is wrong with one, "latest": which one counts
+    checkpoints: list[Tree]  # the newest last; "problems": what is wrong with one, "latest": which one counts
     leftovers: list[str]  # hidden directories of saves that run, or that were killed
 
     @property
@@ -158,7 +158,7 @@ def _list(path: Path) -> Listing:
     for child in sorted(path.iterdir()):
         if child.name.startswith(".") or not child.is_dir() or not _looks_like_one(child):
             continue
-        row: dict[str, Any] = {"name": child.name, "ordinal": None, "saved_at": "", "bytes": 0, "problems": []}
+        row: Tree = {"name": child.name, "ordinal": None, "saved_at": "", "bytes": 0, "problems": []}
         try:
             index = read_index(child, files=False)
             row["ordinal"] = index.ordinal
@@ -179,8 +179,8 @@ def _inspect_one(
     verify: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Inspection:
-    contents: dict[str, Any] = {}
-    problems: list[str] = []
+    contents = {}
+    problems = []
     done = 0
     total = 0
 
@@ -203,7 +203,7 @@ def _inspect_one(
     return Inspection(path, problems, verify and not problems, contents)
 
 
-def _contents(index: Index) -> dict[str, Any]:
+def _contents(index: Index) -> Tree:
     tensors = []
     for name, info in index.tensors.items():
         tensors.append(
@@ -236,9 +236,9 @@ def _contents(index: Index) -> dict[str, Any]:
     }
 
 
-def _group(node: Any) -> dict[str, Any]:
+def _group(node: Any) -> Tree:
     """Return a group's settings, and how many parameters it has."""
-    values: dict[str, Any] = decode(node, lambda name: torch.empty(0))
+    values: Tree = decode(node, lambda name: torch.empty(0))
     for key, value in values.items():
         if isinstance(value, Tensor):
             values[key] = "a tensor"

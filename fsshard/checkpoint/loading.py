@@ -29,7 +29,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
-from fsshard.checkpoint.format.index import INDEX_FILE
+from fsshard.checkpoint.format.index import INDEX_FILE, Values
 from fsshard.checkpoint.format.object_store import identity_of_url, is_url
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
@@ -59,9 +59,10 @@ from fsshard.state_objects import (
 from fsshard.torch_private.modules import EXTRA_STATE
 
 log = logging.getLogger("fsshard")
-Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
+# Name -> what was expected, and what was got.
+Mismatches = dict[str, tuple[object, object]]
+# State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?
 _State = dict[str, tuple[bool, Any]]
-"""State of one parameter by key: is it this rank's part of what is per element, shaped as its part of the parameter?"""
 
 
 Groups = list[dict[str, Any]]
@@ -83,11 +84,11 @@ class Loaded:
     """
 
     path: Path | str
-    state: Mapping[str, Any]
+    state: Values
     per_rank: Mapping[str, list[Any]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    origin: Mapping[str, Any]
+    origin: Values
 
     def __getitem__(self, name: str) -> Any:
         """Return ``state[name]``."""
@@ -162,67 +163,67 @@ def load(
         rng=rng,
         trust_pickle=trust_pickle,
     )
-    if key is not None and not isinstance(key, str):
-        raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
-    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
-        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
+    _check_options(call, key, objects)
     models = name_models(model, "fsshard.load")
-    channel = Channel.of(next(iter(models.values())).backend.settings.everyone)
+    settings = next(iter(models.values())).backend.settings
+    channel = Channel.of(settings.everyone)
     wait_for_saves()
     classes = by_class_name(objects)
-    settings = next(iter(models.values())).backend.settings
     targets = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
-    called = parts.as_called(
-        call,
-        models,
-        optimizer,
-        targets,
-        strict=strict,
-        verify=verify,
-        rng=rng,
-        key=key,
-    )
+    called = parts.as_called(call, models, optimizer, targets, strict=strict, verify=verify, rng=rng, key=key)
     channel.arrive(called, timeout, call)
     averages = parts.take_averages(targets)
+    jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
+    # What belongs to no model is the first one's to load.
+    first = jobs[0]
+    first.targets = targets
     with ExitStack() as until_done:
         # What is made in inference mode could never be trained: "Inplace update to inference tensor".
         until_done.enter_context(torch.inference_mode(False))
-        # What belongs to no model is the first one's to load.
-        jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
-        jobs[0].targets = targets
 
         def opened(kind: str | None, place: str) -> str:
             parts.check_places(scheduler, scaler, call)
             optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
-                for name, one in optimizers.items():
-                    if one.model is job.model:
-                        job.optimizers[name] = one
-            if kind is None:  # it is ours
-                if key is not None:
-                    raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
+                job.take_own(optimizers)
+            _check_kind(kind, key, models, call)
+            if kind is None:
                 own_reader = Reader.of(place, channel.rank, channel.size)
                 reader: Reader | ForeignReader = until_done.enter_context(own_reader)
-            elif any(models):
-                raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
             else:
                 reader = until_done.enter_context(ForeignReader(Path(place), kind, trust_pickle=trust_pickle))
-                reader.add_for(jobs[0].model, jobs[0].optimizers, key, strict=strict)
+                reader.add_for(first.model, first.optimizers, key, strict=strict)
             # From here on all files are open, if there are not too many, and no save takes them away.
             reader.check_headers(channel.rank, channel.size)
             chosen = choose_models(reader.index, models, call)
             for job in jobs:
-                job.reader = copy.copy(reader)  # over the same open files
+                # Over the same open files.
+                job.reader = copy.copy(reader)
                 job.reader.index = chosen[job.name]
             return reader.index.id
 
         _open_together(channel, path, opened, call)
         exchange(channel, lambda: _each(jobs, _Load.check))
         if verify:
-            exchange(channel, lambda: jobs[0].reader.verify(channel.rank, channel.size), timeout)
+            exchange(channel, lambda: first.reader.verify(channel.rank, channel.size), timeout)
         exchange(channel, lambda: _each(jobs, _Load.read), timeout)
         _commit(jobs, channel, rng)
     return _result(jobs)
+
+
+def _check_options(call: str, key: object, objects: object) -> None:
+    if key is not None and not isinstance(key, str):
+        raise ConfigurationError(f"{call}: key= is an option and takes text, got {type(key).__name__}")
+    if not isinstance(objects, (list, tuple)) or not all(isinstance(kind, type) for kind in objects):
+        raise ConfigurationError(f"{call}: objects= is an option and takes a list of classes, got {objects!r}")
+
+
+def _check_kind(kind: str | None, key: str | None, models: Collection[str], call: str) -> None:
+    """Raise for what does not go with a checkpoint of ours (None), or with one of another program's kind."""
+    if kind is None and key is not None:
+        raise ConfigurationError(f"{call}: key= goes with another program's checkpoint; this is fsshard's")
+    if kind is not None and any(models):
+        raise ConfigurationError(f"{call}: another program's checkpoint ({kind}) has one model; pass it alone")
 
 
 def _open_together(
@@ -260,7 +261,8 @@ def _open_together(
         if len(set(identities)) == 1:
             return
     except CheckpointError as error:
-        if channel.lost:  # this error says whom, and no call over the channel can say so again
+        # This error says whom, and no call over the channel can say so again.
+        if channel.lost:
             raise
         failure = error
     replaced = exchange(channel, lambda: channel.rank == 0 and is_replaced())
@@ -281,7 +283,7 @@ class _Load:
 
     name: str  # of one of several models
     model: ShardedModule
-    targets: Mapping[str, Any]  # objects to load into, by the name that they were saved under
+    targets: Values  # objects to load into, by the name that they were saved under
     strict: bool
     call: str
     classes: Classes  # of objects within an optimizer's state
@@ -300,6 +302,12 @@ class _Load:
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     random: Any = None
+
+    def take_own(self, optimizers: Mapping[str, ShardedOptimizer]) -> None:
+        """Take the optimizers of the model."""
+        for name, optimizer in optimizers.items():
+            if optimizer.model is self.model:
+                self.optimizers[name] = optimizer
 
     def check(self) -> None:
         """Raise for everything that does not fit. Local; reads headers only."""
@@ -354,7 +362,9 @@ class _Load:
             elif isinstance(value, Tensor):
                 self.others[key] = tensor
                 if not key.endswith(EXTRA_STATE) and not _loads_itself(backend.module, key):
-                    dtype = controller_of(self.model).buffers.dtypes.get(key, value.dtype)
+                    buffers = controller_of(self.model).buffers
+                    # The dtype that the user gave it, whatever precision the engine keeps it in.
+                    dtype = buffers.dtypes.get(key, value.dtype)
                     wrong |= self._differs(key, tensor, dtype, tuple(value.shape))
         return wrong
 
@@ -363,7 +373,10 @@ class _Load:
         entry = self.model.backend.entries[name]
         wrong = self._differs(key, tensor, entry.dtype, tuple(entry.full_shape))
         first = self.sources.setdefault(name, tensor)
-        if not wrong and first != tensor and self.strict and not self._same_numbers(first, tensor):
+        if wrong or first == tensor or not self.strict:
+            return wrong
+        # Some programs save a tied weight under each of its names.
+        if not self._same_numbers(first, tensor):
             wrong[key] = (f"one parameter, tied to {name}", "another tensor")
         return wrong
 
@@ -387,7 +400,10 @@ class _Load:
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         for chunk, other_chunk in zip(reader.chunks(one), reader.chunks(other), strict=True):
-            if not torch.equal(chunk.view(torch.uint8), other_chunk.view(torch.uint8)):
+            # As bytes, since NaN is equal to nothing.
+            bits = chunk.view(torch.uint8)
+            other_bits = other_chunk.view(torch.uint8)
+            if not torch.equal(bits, other_bits):
                 return False
         return True
 
@@ -466,6 +482,7 @@ class _Load:
             self._read_object(name)
         if index.rng is not None:
             trees = index.rng["per_rank"]
+            # Ranks beyond the saved ones are seeded from the last one's state.
             rank = min(backend.settings.overall_rank, len(trees) - 1)
             self.random = self.reader.tree(trees[rank])
 
@@ -497,10 +514,13 @@ class _Load:
         saved_as_pairs = entry.kind.is_complex and not info.kind.is_complex
         order = entry.kind.order
         if entry.in_order and not order and not entry.divided_over:
-            stored = self.reader.read(tensor, entry.here if saved_as_pairs else entry.user_range)
+            # A pair is two elements of the file, and one of the user's tensor.
+            wanted = entry.here if saved_as_pairs else entry.user_range
+            stored = self.reader.read(tensor, wanted)
             if stored.is_complex():
                 stored = torch.view_as_real(stored)
-        else:  # elements from all over
+        else:
+            # This rank has elements from all over, so it reads the whole tensor.
             whole = entry.take_part(self.reader.tensor(tensor))
             if not saved_as_pairs:
                 whole = entry.kind.to_stored(whole)
@@ -513,7 +533,7 @@ class _Load:
         self,
         optimizer: Optimizer,
         entry: Entry,
-        trees: Mapping[str, Any],
+        trees: Values,
         tensors: Mapping[str, str],
         single: Collection[str],
     ) -> _State:
@@ -528,7 +548,7 @@ class _Load:
         if entry.name in self.sources:
             source = infos[self.sources[entry.name]]
         is_complex = entry.kind.is_complex
-        state: _State = {}
+        state = {}
         before = state_of(optimizer, entry)
         for key, tree in trees.items():
             if key != parts.ORDERS:
@@ -542,7 +562,8 @@ class _Load:
             if as_pairs or (as_parameter and key not in single):
                 values = self._stored(entry, tensor)
                 if as_parameter and source is not None and info.dtype == source.dtype:
-                    values = values.to(entry.parameter.dtype)  # as the parameter itself
+                    # It is cast as the parameter itself is.
+                    values = values.to(entry.parameter.dtype)
                 state[key] = (True, values)
             elif info.shape and (divides == "elements" or entry.divided_over):
                 raise CheckpointError(
@@ -560,21 +581,24 @@ class _Load:
     def _read_object(self, name: str) -> None:
         saved = self.reader.index.objects[name]
         settings = self.model.backend.settings
+        read = self.reader.tree
         if "all" in saved:
-            self.objects[name] = self.reader.tree(saved["all"])
+            self.objects[name] = read(saved["all"])
             return
         trees = saved["per_rank"]
         if len(trees) == settings.all_ranks:
-            self.objects[name] = self.reader.tree(trees[settings.overall_rank])
+            own = trees[settings.overall_rank]
+            self.objects[name] = read(own)
         elif isinstance(self.targets.get(name), DataPosition):
-            self.objects[name] = [self.reader.tree(tree) for tree in trees]
+            # Samples are divided anew, by what all ranks had seen.
+            self.objects[name] = list(map(read, trees))
         elif name in self.targets:
             raise CheckpointError(
                 f"{self.call}: {name!r} differed between the {len(trees)} ranks that saved it, and there are "
                 f"{settings.all_ranks} now; leave it out, and set it from the result's .per_rank[{name!r}]"
             )
         else:
-            self.per_rank[name] = [self.reader.tree(tree) for tree in trees]
+            self.per_rank[name] = list(map(read, trees))
 
     @torch.no_grad()
     def commit_memory(self) -> None:
@@ -604,7 +628,7 @@ class _Load:
             except Exception as error:
                 raise CheckpointError(f"{self.call}: {what}: {type(error).__name__}: {error}") from error
 
-        def load_rest(rest: Mapping[str, Any]) -> None:  # buffers and extra state, through the model's own method
+        def load_rest(rest: Values) -> None:  # buffers and extra state, through the model's own method
             with self.model.backend.bare() as module:
                 module.load_state_dict(rest, strict=False)
 
@@ -613,7 +637,8 @@ class _Load:
                 continue
             if hasattr(value, "state_dict"):
                 before = copy.deepcopy(value.state_dict())
-                undo.append((name, functools.partial(value.load_state_dict, before)))
+                restore = functools.partial(value.load_state_dict, before)
+                undo.append((name, restore))
             what = f"{name} ({type(value).__name__}) refuses its state"
             load(what, value.load_state_dict, self.objects[name])
         if self.rest:
@@ -664,8 +689,9 @@ def _loads_itself(module: nn.Module, key: str) -> bool:
     """
     names = key.split(".")[:-1]
     for length in range(1, len(names) + 1):
+        path = ".".join(names[:length])
+        cls = type(module.get_submodule(path))
         # torch's own layers (BatchNorm) override it for older versions of their format.
-        cls = type(module.get_submodule(".".join(names[:length])))
         if cls.__module__.startswith("torch.nn."):
             continue
         if cls._load_from_state_dict is not nn.Module._load_from_state_dict:
@@ -673,7 +699,7 @@ def _loads_itself(module: nn.Module, key: str) -> bool:
     return False
 
 
-def _members(groups: Sequence[Mapping[str, Any]]) -> set[str]:
+def _members(groups: Sequence[Values]) -> set[str]:
     """Return which parameter is in which group, as text."""
     members = set()
     for index, group in enumerate(groups):
@@ -691,6 +717,7 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
     """Put in place first what can refuse: objects, the models' own code, generators; then memory. Collective."""
     undo: Undo = []
     for job in jobs:
+        # What a forward has left whole would hide the new values from the next one.
         job.model.backend.reshard()
     first = jobs[0]
     try:
@@ -699,7 +726,8 @@ def _commit(jobs: Sequence[_Load], channel: Channel, rng: bool) -> None:
         for what, restore in reversed(undo):
             try:
                 restore()
-            except Exception as error:  # the others must get theirs back all the same
+            except Exception as error:
+                # The others must get theirs back all the same.
                 log.warning("%s: %s does not accept the state that it had before: %s", first.call, what, error)
         raise
     _each(jobs, _Load.commit_memory)

@@ -12,8 +12,8 @@ from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.planning.text import printable
 from fsshard.sharded.module import ShardedModule
 
+# By name, in one order on all ranks; a single model has the name "".
 Models = Mapping[str, ShardedModule]
-"""By name, in one order on all ranks; a single model has the name ""."""
 
 
 def prefix(model: str) -> str:

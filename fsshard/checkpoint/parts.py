@@ -41,6 +41,8 @@ from fsshard.checkpoint.format.index import (
     OptimizerInfo,
     Origin,
     TensorInfo,
+    Tree,
+    Values,
     some,
 )
 from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
@@ -88,7 +90,6 @@ class Part:
 
 
 Parts = dict[str, Part]
-Tree = dict[str, Any]
 
 
 def as_table(parts: Parts) -> dict[str, list[Any]]:
@@ -153,6 +154,7 @@ def _grid_of(members: Sequence[int], ranks: int) -> tuple[int, int] | None:
     inner = 1
     if shards > 1:
         inner = members[1] - members[0]
+    # Ranks along a dimension of a mesh lie equally far apart.
     if inner < 1 or ranks % (shards * inner):
         return None
     layout = Layout(shards, inner, 1, 0)
@@ -174,7 +176,7 @@ class Collected:
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)  # optimizer -> (class, groups as a tree)
     # optimizer -> parameter -> key -> tree, of state that is no tensor
     state: dict[str, dict[str, Tree]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)  # name -> tree
+    objects: Tree = field(default_factory=dict)  # name -> tree
     digests: dict[str, str] = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
     own: dict[str, Parts] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
@@ -189,7 +191,7 @@ class Collected:
                 elif rank == 0:
                     self.parts[tensor] = part
 
-    def trees(self, alike: Collection[str]) -> dict[str, Any]:
+    def trees(self, alike: Collection[str]) -> Tree:
         """Return what rank 0 puts into the index for this rank besides tensors."""
         objects = dict(self.objects)
         for name in alike:
@@ -225,15 +227,16 @@ def _is_scattered(entry: Entry) -> bool:
 @torch.no_grad()
 def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> None:
     """Turn what is scattered into ranges of the flattened tensor, the only form that is stored. Collective."""
-    entries: dict[str, tuple[Entry, Backend]] = {}
+    entries = {}
     for of, model in models.items():
         before = prefix(of)
         backend = model.backend
         for entry in backend.all:
             entries[before + entry.name] = (entry, backend)
+    # It is the same on every rank, so that all leave here, or none.
     if not any(_is_scattered(entry) for entry, _ in entries.values()):
         return
-    local_parts: Parts = {}
+    local_parts = {}
     local_table = {}
     for name, part in collected.parts.items():
         if part.scattered:
@@ -241,14 +244,16 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
             dtype_text = dtype_name(part.dtype)
             local_table[name] = [part.scattered, dtype_text, list(part.shape)]
     # A rank that holds no element of a parameter has no state for it, and takes part all the same.
-    everyones: dict[str, Any] = {}
+    everyones = {}
     for table in channel.gather(local_table):
         everyones.update(table)
+    # In one order on every rank, since each is gathered.
     for name, (parameter, dtype_text, shape) in sorted(everyones.items()):
         entry, backend = entries[parameter]
         is_here = name in local_parts
         if not is_here and backend.facts.divides != "elements":
-            continue  # nor have the ranks that hold other parts of it: the same rank of data owns all
+            # Nor have the ranks that hold other parts of it: the same rank of data owns all.
+            continue
         dtype = BY_NAME[dtype_text]
         nothing = torch.empty(0, dtype=dtype)
         empty = Part(dtype, tuple(shape), (0, 0), nothing)
@@ -320,9 +325,9 @@ def collect_together(
 def collect(
     models: Models,
     optimizers: Mapping[str, ShardedOptimizer],
-    objects: Mapping[str, Any],
+    objects: Values,
     rank: int,
-    random: Mapping[str, Any] | None = None,
+    random: Values | None = None,
     *,
     trainable: bool = False,
 ) -> Collected:
@@ -396,8 +401,8 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     collected.digests[name] = digest.hexdigest()
 
 
+# Why a checkpoint does not have a key of the model.
 FROZEN = "frozen, and saved with only='trainable'"
-"""Why a checkpoint does not have a key of the model."""
 
 
 def _add_model(
@@ -413,14 +418,7 @@ def _add_model(
     # neuralop's BaseModel puts its constructor's arguments into the state dict; the model that loads has its own.
     raw = dict(raw_state_dict(backend))
     raw.pop(NEURALOP_ARGUMENTS, None)
-    frozen = set()
-    if trainable:
-        for entry in backend.all:
-            if not entry.parameter.requires_grad:
-                frozen.add(entry.name)
-        for key, value in raw.items():
-            if value in backend.settings.ignored and not value.requires_grad:
-                frozen.add(key)
+    frozen = _frozen_names(backend, raw) if trainable else set()
     keys, extra, dropped = collected.model
     # The model's order, with what is no parameter as it is; a hook of the user's may leave some out.
     ordered = []
@@ -444,7 +442,8 @@ def _add_model(
             keys[full_key] = f"model/{before}{backend.keys[key]}"
         elif is_plain_tensor(value):
             keys[full_key] = f"model/{full_key}"
-            if rank == 0:  # buffers may differ between ranks; rank 0's count, as in a state dict
+            # Buffers may differ between ranks; rank 0's count, as in a state dict.
+            if rank == 0:
                 buffer = controller_of(model).buffers.for_user(key, value)
                 parts[f"model/{full_key}"] = Part.of_all(buffer)
         else:
@@ -461,11 +460,24 @@ def _add_model(
             collected.tied[before + slot.name] = first
 
 
+def _frozen_names(backend: Backend, raw: Values) -> set[str]:
+    """Return the names of frozen parameters, and the keys of those that the engine does not have."""
+    frozen = set()
+    for entry in backend.all:
+        if not entry.parameter.requires_grad:
+            frozen.add(entry.name)
+    for key, value in raw.items():
+        if value in backend.settings.ignored and not value.requires_grad:
+            frozen.add(key)
+    return frozen
+
+
 def counters(states: Iterable[tuple[Entry, Mapping[str, Sequence[int]]]]) -> set[str]:
     """Return the keys of state that is one number for a whole parameter, given the shapes of each one's tensors."""
     single = {"step"}
     for entry, shapes in states:
-        if entry.shape.numel() <= 1:  # a 0-dim parameter's shape does not tell
+        # A 0-dim parameter's shape does not tell.
+        if entry.shape.numel() <= 1:
             continue
         for key, shape in shapes.items():
             if len(shape) == 0:
@@ -478,14 +490,15 @@ def _add_state(
     name: str,
     divides: str,
     entry: Entry,
-    state: Mapping[str, Any],
+    state: Values,
     single: Collection[str],
     model: str,
     layout: Layout | None,
 ) -> None:
     local = entry.local()
     if divides == "elements" and not local.numel():
-        return  # what a rank without elements counts (Adagrad's step stays 0 there) means nothing
+        # What a rank without elements counts (Adagrad's step stays 0 there) means nothing.
+        return
     small: Tree = {}
     collected.state[name][entry.name] = small
     if divides != "elements":
@@ -517,11 +530,11 @@ def _add_state(
             collected.parts[place] = Part.of_all(value.detach())
 
 
+# Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs.
 ORDERS = "/orders"
-"""Beside the state of a parameter: key -> the order of its dims in memory, where that is another one than theirs."""
 
 
-def _orders(entry: Entry, state: Mapping[str, Any]) -> dict[str, list[int]]:
+def _orders(entry: Entry, state: Values) -> dict[str, list[int]]:
     """Return how tensors lie, since products round by it: eigenvectors (SOAP's) column by column."""
     shape = entry.local().shape
     orders = {}
@@ -596,7 +609,7 @@ def told_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[Any]]:
 
 
 def divide(
-    tables: Sequence[Mapping[str, Any]],
+    tables: Sequence[Values],
     call: str,
 ) -> dict[str, TensorInfo]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
@@ -627,6 +640,7 @@ def divide(
             if layout:
                 layouts[name] = Layout(*layout[0])
             elif stop > start:
+                # The first rank that has a range writes it.
                 key = piece_key(name, info.numel, (start, stop))
                 piece = Piece(rank_file(rank, len(tables)), key, start, stop)
                 listed.setdefault(name, {}).setdefault((start, stop), piece)
@@ -733,7 +747,7 @@ def make_index(
     origin: Origin,
     collected: Collected,
     tensors: dict[str, TensorInfo],
-    trees: Sequence[Mapping[str, Any]],
+    trees: Sequence[Values],
     alike: Collection[str] = (),
 ) -> Index:
     """Return the index of what all ranks hold, but for the save's number and files.
@@ -773,6 +787,7 @@ def make_index(
 def _first_of(states: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
     """Merge ranks' ``{parameter: {key: value}}``: each value is that of the first rank that has it."""
     merged: dict[str, Tree] = {}
+    # What comes later counts, so the first rank comes last.
     for state in reversed(states):
         for parameter, values in state.items():
             merged.setdefault(parameter, {}).update(values)
@@ -793,6 +808,7 @@ def _renamed(node: Any, suffix: str) -> Any:
         return [_renamed(item, suffix) for item in node]
     if not isinstance(node, dict):
         return node
+    # Nodes of these kinds have the name of a tensor.
     if node.get("$") in ("tensor", "ndarray"):
         return {**node, "v": node["v"] + suffix}
     return {key: _renamed(item, suffix) for key, item in node.items()}
@@ -835,7 +851,7 @@ def name_optimizers(
     An average of weights is, in a checkpoint, the state of an optimizer of its name.
     """
     if optimizer is None:
-        named: dict[str, Any] = {}
+        named = {}
     elif isinstance(optimizer, Mapping):
         named = {str(name): value for name, value in optimizer.items()}
     elif isinstance(optimizer, Sequence):
@@ -864,7 +880,7 @@ def as_called(
     call: str,
     models: Iterable[str],
     optimizer: Any,
-    objects: Mapping[str, Any],
+    objects: Values,
     **options: Any,
 ) -> str:
     """Return the call with all that ranks have to agree on, so that they find out where they do not."""
@@ -888,8 +904,8 @@ def as_called(
 def named_objects(
     scheduler: Any,
     scaler: Any,
-    others: Mapping[str, Any],
-) -> dict[str, Any]:
+    others: Values,
+) -> Tree:
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     objects = {}
     if scheduler is not None:
@@ -900,7 +916,7 @@ def named_objects(
     return {name: as_one(value) for name, value in objects.items()}
 
 
-def with_loader(state: Mapping[str, Any], loader: Any, settings: Settings) -> dict[str, Any]:
+def with_loader(state: Values, loader: Any, settings: Settings) -> Tree:
     """Return state by name, with the loader's place in the data among it."""
     if loader is None:
         return dict(state)
@@ -935,7 +951,7 @@ def check_places(scheduler: Any, scaler: Any, call: str) -> None:
         )
 
 
-def take_averages(objects: dict[str, Any]) -> dict[str, EMA]:
+def take_averages(objects: Tree) -> dict[str, EMA]:
     """Take each :class:`fsshard.EMA` out of ``objects``."""
     averages = {}
     for name, value in list(objects.items()):
@@ -955,7 +971,8 @@ def as_one(value: Any) -> Any:
             raise ConfigurationError(
                 "an fsshard.EMA has a keyword of its own, as in ema=ema, slow=slow_ema; got several"
             )
-        ours = isinstance(member, (ShardedModule, ShardedOptimizer))  # they are no state, and are refused
+        # A model or an optimizer is no state, and is refused.
+        ours = isinstance(member, (ShardedModule, ShardedOptimizer))
         if ours or not (hasattr(member, "state_dict") and hasattr(member, "load_state_dict")):
             return value
     if members:
@@ -984,7 +1001,7 @@ class _Several:
         return list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
-        saved: dict[Any, Any] | None = None
+        saved = None
         if self._named and isinstance(state, Mapping):
             saved = dict(state)
         elif not self._named and isinstance(state, (list, tuple)):

@@ -13,14 +13,14 @@ from typing import Any
 from fsshard.backends.settings import Settings
 from fsshard.errors import ConfigurationError
 
+# Counts of one rank's samples, in torchdata's samplers (0.11).
 SAMPLES = ("yielded", "samples_yielded")
-"""Counts of one rank's samples, in torchdata's samplers (0.11)."""
+# Counts of one rank's batches, in torchdata's StatefulDataLoader.
 BATCHES = ("_num_yielded", "_sampler_iter_yielded", "_snapshot_step", "_steps_since_snapshot")
-"""Counts of one rank's batches, in torchdata's StatefulDataLoader."""
+# Numbers that say the same on any number of ranks.
 SAME = ("epoch", "step", "seed", "_num_workers", "_last_yielded_worker_id", "worker_id")
-"""Numbers that say the same on any number of ranks."""
+# Of a rank's workers: any will do.
 SEEDS = ("_base_seed", "_shared_seed")
-"""Of a rank's workers: any will do."""
 
 
 class DataPosition:

@@ -91,7 +91,8 @@ class Reader(PieceReader):
         self.path: Path | str = directory
         self.directory = directory
         self.index = read_index(directory, rank=rank, ranks=ranks)
-        self._files: dict[str, TensorsFile] = {}  # the one that was opened last comes last
+        # The one that was opened last comes last.
+        self._files: dict[str, TensorsFile] = {}
 
     @classmethod
     def of(cls, path: str, rank: int, ranks: int) -> Reader:

@@ -24,7 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
             "choice: save what you need of it as state, and pass rng=False"
         )
     numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    state: dict[str, Any] = {
+    state = {
         "torch": torch.get_rng_state(),
         "python": {"version": version, "numbers": numbers, "gauss": gauss},
         "numpy": {
@@ -56,7 +56,8 @@ def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
                 "gauss": saved["gauss"],
             }
         )
-    except Exception as error:  # an altered number can make any of the three raise anything
+    except Exception as error:
+        # An altered number can make any of the three raise anything.
         raise CorruptCheckpoint(f"the state of the random number generators is invalid: {error}") from error
     if device.type == "cpu":
         return []

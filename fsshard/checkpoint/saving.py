@@ -33,12 +33,14 @@ from fsshard.comm.agreement import Channel, agree, exchange, exchange_first
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.launching.leaving import unfinished
 from fsshard.parallel.replicas import check_same_buffers
+from fsshard.planning.text import is_count
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 log = logging.getLogger("fsshard")
-LOOK_SECONDS = 1.0  # between two looks at whether a save that is waited for goes on
+# Seconds between two looks at whether a save that is waited for goes on.
+LOOK_SECONDS = 1.0
 OF_LOAD = frozenset({"strict", "verify", "trust_pickle", "objects"})
 
 
@@ -99,6 +101,7 @@ def save(
     settings = next(iter(models.values())).backend.settings
     channel = Channel.of(settings.everyone)
     objects = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
+    # An earlier one with block=False may still write, or have failed.
     wait_for_saves()
     called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
     channel.arrive(called, timeout, call)
@@ -106,7 +109,8 @@ def save(
     for average in averages.values():
         average.check_alike(channel)
     for sharded in models.values():
-        controller_of(sharded).buffers.sync()  # rank 0's count, as in a state dict
+        # Rank 0's buffers count, as in a state dict.
+        controller_of(sharded).buffers.sync()
         own = sharded.backend.settings
         if own.model_mesh is not None:
             saved = set(sharded.backend.key_order)
@@ -147,7 +151,7 @@ def _check_arguments(
     if only not in (None, "trainable"):
         raise ConfigurationError(f"only={only!r}: expected 'trainable', or None for the whole model")
     numbered = any(character.isdigit() for character in name)
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 2 or not numbered):
+    if keep is not None and not (numbered and is_count(keep, least=2)):
         raise ConfigurationError(
             f"keep={keep!r} for {name!r}: expected at least 2, since a crash may leave the last one unfinished, and a "
             "name with a number, such as 'step-000100': without one each save replaces the one before, which is kept "
@@ -221,6 +225,7 @@ class _Save:
             if len(digests_of_ranks) == 1:
                 self.alike.add(name)
         key = _digest([[of_rank for of_rank, *_ in answers], sorted(self.alike)])
+        # What is alike lies under one name, and rank 0 writes it.
         collected.adopt_own(channel.rank, self.alike)
         # On all ranks, or on none.
         if arrangement is None or any(last != key for _, last, *_ in answers):
@@ -244,7 +249,7 @@ class _Save:
         channel = self.channel
         own = self.collected.parts
         told = exchange_first(channel, lambda: parts.told_by(own, channel.rank, by_rule=by_rule), self.timeout)
-        planned: dict[str, Any] = {}
+        planned = {}
 
         def plan() -> None:
             if channel.rank == 0:
@@ -264,9 +269,11 @@ class _Save:
         try:
             copies = self.staging.copy([cast(Tensor, item.data) for item in self.items])
             self.items = [item._replace(data=copy) for item, copy in zip(self.items, copies, strict=True)]
-        except Exception as error:  # the other ranks do not wait for this one here
+        except Exception as error:
+            # The other ranks do not wait for this one here.
             self.uncopied = error
             self.items = []
+        # Views of the model's memory, which training changes from here on.
         self.collected = dataclasses.replace(self.collected, parts={}, own={})
 
     def run(self) -> None:
@@ -299,12 +306,14 @@ class _Save:
         self.moved += 1
 
     def _commit(self, id: str, partial: str, written: list[Any]) -> None:
+        # Every rank's file is on the disk by now; one rank writes the index and renames the directory.
         if self.channel.rank:
             return
         index = dataclasses.replace(
             parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
             id=id,
-            ordinal=self.place.newest_ordinal() + 1,  # another job may have saved there meanwhile
+            # Another job may have saved there meanwhile.
+            ordinal=self.place.newest_ordinal() + 1,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
         )
@@ -384,12 +393,15 @@ class SaveHandle:
     def _run(self) -> None:
         try:
             self._job.run()
-        except BaseException as error:  # kept for whoever asks next, in another thread
+        except BaseException as error:
+            # It is kept for whoever asks next, in another thread.
             self._error = error
             if self._thread is not None:
                 log.error("%s failed: %s", self._job.call, error)
         finally:
-            self._job.items, self._job.collected = [], parts.Collected()
+            # A handle that somebody keeps holds no memory of the model.
+            self._job.items = []
+            self._job.collected = parts.Collected()
             self._job.staging.give_back()
 
 

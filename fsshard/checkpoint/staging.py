@@ -26,7 +26,8 @@ class Staging:
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors; complete on return and good until :meth:`give_back`."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors if tensor.is_cpu]
-        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode is of no use outside of it
+        # What is made in inference mode is of no use outside of it.
+        with torch.inference_mode(False), torch.no_grad():
             self._memory = _room(sum(sizes))
             bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
             if self._memory is not None:
@@ -63,7 +64,8 @@ def _room(nbytes: int) -> mmap.mmap | None:
     if not nbytes:
         return None
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # to be given memory in pages of 4 KiB can take longer than the copy itself
+    # To be given memory in pages of 4 KiB can take longer than the copy itself.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 

@@ -20,25 +20,28 @@ from torch import Tensor
 from fsshard.errors import ConfigurationError
 from fsshard.nested import is_array, leaves, map_leaves
 from fsshard.parity.one_process import Draw, Shadow, perturbed
-from fsshard.parity.sketch import Sketch, digest, real_view, sketch
+from fsshard.parity.sketch import digest, real_view, sketch
 from fsshard.parity.trace import Rounding, Step
 from fsshard.planning.policies import resolve_precision
 from fsshard.recipes.recipe import Recipe
 
+# Makes, per accumulated batch, the batches of the ranks.
+MakeBatches = Callable[[], list[list[Any]]]
+
+# Draws of a whole training that runs freely.
 ORDERS = 8
-"""Draws of a whole training that runs freely."""
+# Draws of a step with a common start. One process is cheap compared to several ranks, and with more draws the bound
+# is nearer to them: 9 times the largest of 32, of 8 it is 75 times (spread_factor).
 DRAWS = 32
-"""Draws of a step with a common start. One process is cheap compared to several ranks, and with more draws the bound is
-nearer to them: 9 times the largest of 32, of 8 it is 75 times (:func:`spread_factor`)."""
+# Probability that a tensor which differs by rounding alone exceeds the measured bound.
 FALSE_ALARM = 1e-9
-"""Probability that a tensor which differs by rounding alone exceeds the measured bound."""
 
 
+# Why runs on other numbers of ranks are not compared.
 DRAWS_RANDOM_NUMBERS = (
     "the model draws random numbers (dropout?): one process draws different numbers than the ranks do, so only runs "
     "with the same number of ranks can be compared"
 )
-"""Why runs on other numbers of ranks are not compared."""
 
 
 class NotComparable(ConfigurationError):
@@ -61,21 +64,28 @@ def reduction_roundings(world_size: int, reductions: int = 1, *, aligned: bool =
         reductions: those whose results are added (accumulation without ``no_sync``).
         aligned: both sides add up over ranks in the order of :mod:`fsshard.comm.tree`.
     """
-    # One rank reduces nothing, and its sums run in the order of the batches; two summands have one order only.
-    if world_size == 1 or (reductions == 1 and (world_size == 2 or aligned)):
+    # One rank reduces nothing, and its sums run in the order of the batches.
+    if world_size == 1:
         return 0
-    # Division by N is exact where N is a power of two; elsewhere engines divide before, after, or both.
-    divisions = 0 if world_size & (world_size - 1) == 0 else 2 * reductions
-    return world_size * reductions - 1 + divisions
+    # Two summands have one order only.
+    if reductions == 1 and (world_size == 2 or aligned):
+        return 0
+    summands = world_size * reductions
+    is_power_of_two = world_size & (world_size - 1) == 0
+    if is_power_of_two:
+        return summands - 1
+    # Division by N is rounded then, and engines divide before, after, or both.
+    return summands - 1 + 2 * reductions
 
 
-def underflow(dtype: torch.dtype, world_size: int, reductions: int = 1) -> float:
+def underflow(dtype: torch.dtype, world_size: int, reductions: int) -> float:
     """Return what divisions of subnormal numbers may add, on both sides."""
     if world_size == 1:
         return 0.0
     # Below the normal numbers halving rounds too, and engines halve at different places: half a unit for each summand
     # where they divide before the sum, or once after it.
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    numbers = torch.finfo(dtype)
+    smallest = numbers.smallest_normal * numbers.eps
     return 2 * (world_size + 1) * reductions * smallest
 
 
@@ -84,8 +94,8 @@ def reduction_bound(magnitude: Tensor, roundings: int) -> Tensor:
     # An order of a sum with k roundings is within gamma_k = k u / (1 - k u) times the sum of moduli of the exact one
     # (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), two orders within twice that. One
     # rounding more is counted for those in ``magnitude`` itself.
-    u = unit_roundoff(magnitude.dtype)
-    gamma = (roundings + 1) * u / (1 - (roundings + 1) * u)
+    ku = (roundings + 1) * unit_roundoff(magnitude.dtype)
+    gamma = ku / (1 - ku)
     return 2 * gamma * magnitude.double()
 
 
@@ -109,8 +119,10 @@ def spread_factor(elements: int, draws: int, false_alarm: float = FALSE_ALARM) -
     # ``false_alarm`` for either, b / a is the factor.
     half = false_alarm / 2
     normal = NormalDist()
-    a = normal.inv_cdf((1 + half ** (1 / max(1, draws))) / 2)
-    b = -normal.inv_cdf(half / (2 * max(1, elements)))
+    per_draw = half ** (1 / max(1, draws))
+    a = normal.inv_cdf((1 + per_draw) / 2)
+    per_element = half / max(1, elements)
+    b = -normal.inv_cdf(per_element / 2)
     return max(1.0, b / a)
 
 
@@ -127,7 +139,7 @@ def measured_bound(spread: float, largest: float, elements: int, draws: int, dty
     return spread_factor(elements, draws) * max(spread, least)
 
 
-def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]]], step: int) -> Rounding:
+def measure(shadow: Shadow, recipe: Recipe, batches: MakeBatches, step: int) -> Rounding:
     """Measure the bounds of one step on this process, by a model with its weights and buffers.
 
     ``batches`` makes, per accumulated batch, the ranks' batches; ``step`` seeds the draws.
@@ -136,7 +148,8 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
         NotComparable: low precision, or the model draws random numbers or mixes samples: then other ranks train
             something else.
     """
-    if not resolve_precision(recipe.settings.get("mixed_precision", recipe.precision)).is_full:
+    precision = recipe.settings.get("mixed_precision", recipe.precision)
+    if not resolve_precision(precision).is_full:
         raise NotComparable(
             "mixed precision: in bfloat16 and float16 kernels round a joined batch very differently from the ranks' "
             "own batches, so only runs with the same number of ranks can be compared"
@@ -151,19 +164,22 @@ def measure(shadow: Shadow, recipe: Recipe, batches: Callable[[], list[list[Any]
     spread = dict.fromkeys(base.gradients, 0.0)
     loss = 0.0
     for number in range(DRAWS):
-        with perturbed(torch.Generator().manual_seed(1000 * step + number + 1)):
+        # A seed of its own for each draw of each step.
+        generator = torch.Generator().manual_seed(1000 * step + number + 1)
+        with perturbed(generator):
             draw = shadow.evaluate(joined)
         loss = max(loss, abs(draw.loss - base.loss))
         for name, gradient in base.gradients.items():
-            spread[name] = max(spread[name], _apart(gradient, real_view(draw.gradients[name])))
+            other = real_view(draw.gradients[name])
+            spread[name] = max(spread[name], _apart(gradient, other))
     bounds = Rounding(loss=measured_bound(loss, abs(base.loss), 1, DRAWS, torch.float32))
     for name, gradient in base.gradients.items():
         numbers = real_view(gradient)
-        if numbers.numel():
+        elements = numbers.numel()
+        if elements:
             largest = float(numbers.abs().max())
-            bounds.gradients[name] = measured_bound(spread[name], largest, numbers.numel(), DRAWS, gradient.dtype)
-    ranks = len(batches()[0])
-    if ranks > 1:
+            bounds.gradients[name] = measured_bound(spread[name], largest, elements, DRAWS, gradient.dtype)
+    if len(batches()[0]) > 1:
         _check_samples_stay_apart(base, shadow, batches, bounds)
     return bounds
 
@@ -175,15 +191,14 @@ def _apart(gradient: Tensor, other: Tensor) -> float:
     return float(difference.abs().max())
 
 
-def _check_samples_stay_apart(
-    base: Draw, shadow: Shadow, batches: Callable[[], list[list[Any]]], bounds: Rounding
-) -> None:
+def _check_samples_stay_apart(base: Draw, shadow: Shadow, batches: MakeBatches, bounds: Rounding) -> None:
     """Raise unless the joined batch is the mean of the ranks' batches, within this process, with no engine in it."""
     ranks = len(batches()[0])
     loss = 0.0
     means: dict[str, Tensor] = {}
     for rank in range(ranks):
         draw = shadow.evaluate(partial(_batches_of, batches, rank))
+        # The engines' mean is that of equal shares, too.
         loss += draw.loss / ranks
         for name, gradient in draw.gradients.items():
             means[name] = means.get(name, 0) + real_view(gradient).double() / ranks
@@ -199,7 +214,7 @@ def _check_samples_stay_apart(
             )
 
 
-def _batches_of(batches: Callable[[], list[list[Any]]], rank: int) -> list[Any]:
+def _batches_of(batches: MakeBatches, rank: int) -> list[Any]:
     return [of_ranks[rank] for of_ranks in batches()]
 
 
@@ -228,18 +243,17 @@ def part_of(batch: Any, rank: int, ranks: int) -> Any:
             f"the {samples} samples of a joined batch cannot be divided evenly among {ranks} ranks; compare with a "
             "number of ranks that divides them"
         )
-    begin = rank * samples // ranks
-    end = (rank + 1) * samples // ranks
-    rows = slice(begin, end)
+    of_rank = samples // ranks
+    begin = rank * of_rank
+    rows = slice(begin, begin + of_rank)
     return map_leaves(lambda leaf: leaf[rows] if is_array(leaf) else leaf, batch)
 
 
-def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool = True) -> None:
+def note_batches(step: Step, batches: list[list[Any]], *, sketched: bool) -> None:
     """Note digests per accumulated batch and rank, and sketches by "accumulated batch.rank.tensor"."""
-    step.batches = []
-    sketches: dict[str, Sketch] = {}
+    sketches = {}
     for micro, of_ranks in enumerate(batches):
-        step.batches.append([digest(batch) for batch in of_ranks])
+        step.batches.append(list(map(digest, of_ranks)))
         if not sketched:
             continue
         for rank, batch in enumerate(of_ranks):

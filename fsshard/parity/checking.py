@@ -40,10 +40,10 @@ from fsshard.parity.trace import (
 )
 from fsshard.parity.training import Bare, Job, Training
 
+# What a rank saw, the names of the parameters, and where it ran.
 Observation = tuple[RankTrace, list[str], dict[str, str]]
-"""What a rank saw, the names of the parameters, and where it ran."""
+# A detail besides DETAILS: tensors without sketches, and the bounds of each step.
 REFERENCE = "reference"
-"""A detail besides :data:`~fsshard.parity.trace.DETAILS`: tensors without sketches, and the bounds of each step."""
 
 
 def observe(job: Job, detail: str, draw: int = 0) -> Observation:
@@ -109,7 +109,7 @@ def observe_perturbed(job: Job, draws: int) -> list[RankTrace]:
 def _rounding(run: Training, step: int) -> Rounding:
     """Return the bounds of this step as far as this run can give them. Collective."""
     rounding = Rounding()
-    magnitudes: NamedTensors = {}
+    magnitudes = {}
     world_size = run.job.world_size
     if run.joins or isinstance(run.engine, Bare):
         rounding = _measured(run, step)
@@ -161,7 +161,10 @@ class _RunComparison(StepComparison):
         self.process = 0 if self.joined else run.rank
         self.regrouped = run.joins or self.joined
         # One process has added up the gradients of the ranks' batches as the ranks do.
-        in_order = reference[0].rounding[0].aligned and (run.job.world_size <= 2 or adds_in_tree(run.engine))
+        in_order = reference[0].rounding[0].aligned
+        # Of two ranks there is one order, whatever the engine.
+        if run.job.world_size > 2:
+            in_order = in_order and adds_in_tree(run.engine)
         self.by_leaves = run.leaves > 0 or (self.joined and in_order)
         self.own_engine = not isinstance(run.engine, WrappedEngine)
         alone = run.mesh is None and dist.get_world_size() == 1
@@ -261,7 +264,10 @@ class _RunComparison(StepComparison):
         return self.run.loss_of_all(self.now.loss)
 
     def number_bound(self, quantity: str, got: float) -> float:
-        return self.rounding.loss if quantity == "loss" and self.regrouped and not self.by_leaves else 0.0
+        # On the same samples, or with their sums in the ranks' order, nothing rounds otherwise.
+        if quantity != "loss" or self.by_leaves or not self.regrouped:
+            return 0.0
+        return self.rounding.loss
 
     def norms(self) -> Differences:
         """Compare the norm by which the engine clipped."""
@@ -271,18 +277,20 @@ class _RunComparison(StepComparison):
         clipping = self.run.recipe.clipping
         if clipped is None or expected is None or clipping is None:
             return
+        _, norm_type = clipping
         item = self.number_difference("norm", expected, clipped)
         wide = norm_dtype(self.gradients) is torch.float64
         if item.verdict != "exact" and (wide or self._verdict("gradient") == "bound"):
-            own = total_norm(self.gradients, clipping[1])
+            own = total_norm(self.gradients, norm_type)
             # Summed in another order in float64, then rounded: the next float32 at most. A norm that stays float64
             # shows the order of its sum: at most a rounding per summand.
             relative = 2.0**-23
             if wide:
-                summands = sum(gradient.numel() for gradient in self.gradients.values())
+                summands = sum(map(Tensor.numel, self.gradients.values()))
                 relative = 2.0**-53 * summands
             ulp = relative * abs(own)
-            verdict = "bound" if abs(own - clipped) <= ulp else "different"
+            gap = abs(own - clipped)
+            verdict = "bound" if gap <= ulp else "different"
             bound = abs(own - expected) + ulp
             item = replace(item, verdict=verdict, bound=bound)
         yield "", item
@@ -320,9 +328,7 @@ class _RunComparison(StepComparison):
 
     def _bound(self, name: str, gradient: Tensor) -> Tensor | float:
         """Return how far rounding may carry a gradient, as a number or element by element of the real view."""
-        if self.again:
-            return 0.0
-        if self.by_leaves:
+        if self.again or self.by_leaves:
             return 0.0
         # On other samples, or with a divided model, every operation may round; else only the sum over ranks.
         if self.regrouped:
@@ -347,14 +353,16 @@ class _RunComparison(StepComparison):
         device = self.run.job.device
         weights = self._read(self.number - 1, "weight")
         gradients = self._clipped_gradients()
-        parameters: dict[str, torch.nn.Parameter] = {}
+        parameters = {}
         groups = []
         for group in self.before.groups:
+            members = []
             for name in group["params"]:
                 weight = weights[name].to(device)
-                parameters[name] = torch.nn.Parameter(weight)
-                parameters[name].grad = gradients.get(name)
-            members = [parameters[name] for name in group["params"]]
+                parameter = torch.nn.Parameter(weight)
+                parameter.grad = gradients.get(name)
+                parameters[name] = parameter
+                members.append(parameter)
             groups.append({**group, "params": members})
         optimizer = bare_optimizer(self.run.recipe, groups)
         if self.number > 0:
@@ -370,6 +378,7 @@ class _RunComparison(StepComparison):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     states[f"{name}: {key}"] = value
+        # What was trained here is compared, and nothing more is computed with it.
         stepped = {name: parameter.detach() for name, parameter in parameters.items()}
         return {"weight": stepped, "state": states}
 
@@ -392,9 +401,7 @@ class _RunComparison(StepComparison):
         """Return the reference's optimizer state after a step, by parameter."""
         states: dict[str, dict[str, Any]] = {}
         recorded = self.ranks[self.process].steps[step]
-        values: dict[str, Any] = {}
-        values |= self._read(step, "state")
-        values |= recorded.plain
+        values = {**self._read(step, "state"), **recorded.plain}
         for name, value in values.items():
             parameter, _, key = name.rpartition(": ")
             states.setdefault(parameter, {})[key] = value
@@ -440,6 +447,7 @@ def _note_causes(
     sizes = {}
     for dim in mesh.mesh_dim_names or ():
         size = mesh[dim].size()
+        # Along a dimension of one rank nothing is divided.
         if size > 1:
             sizes[dim] = size
     losses = step.differences["loss"]
@@ -451,25 +459,22 @@ def _note_causes(
     everyone = dist.group.WORLD
     assert everyone is not None
     # All ranks ask about the same gradients, in one order, since they add them up to find out.
-    names = []
-    for name, item in items.items():
-        if item.verdict == "different":
-            names.append(name)
-    comparable = []
+    comparable = set()
     for name, gradient in gradients.items():
         if name in expected and gradient.shape == expected[name].shape:
-            comparable.append(name)
-    names_of_ranks = per_rank(everyone, (names, comparable))
-    names_to_ask: dict[str, None] = {}
-    for different, _ in names_of_ranks:
-        names_to_ask |= dict.fromkeys(different)
-    for name in names_to_ask:
-        if not all(name in comparable for _, comparable in names_of_ranks):
+            comparable.add(name)
+    different = [name for name, item in items.items() if item.verdict == "different"]
+    names: dict[str, None] = {}
+    for different_there, comparable_there in per_rank(everyone, (different, comparable)):
+        names |= dict.fromkeys(different_there)
+        comparable &= comparable_there
+    for name in names:
+        if name not in comparable:
             continue
         reference = real_view(expected[name]).double()
         gradient = real_view(gradients[name]).double()
         note = _cause(mesh, sizes, reference, gradient, bounds.get(name, 0.0))
-        if note and items[name].verdict == "different":
+        if note and name in different:
             items[name] = replace(items[name], note=note)
 
 
@@ -497,7 +502,7 @@ def _cause(
         return bool(((value - expected).abs() <= within).all())
 
     # Every rank adds up along every dimension: what it finds before may be what another one does not.
-    causes: list[str] = []
+    causes = []
     for dim, ranks in sizes.items():
         total = gradient.clone()
         dist.all_reduce(total, group=mesh[dim].get_group())
@@ -517,11 +522,10 @@ def _cause(
     if causes:
         return causes[0]
     length = float(expected.square().sum())
-    if not length:
+    projection = float((gradient * expected).sum())
+    if not length or not projection:
         return ""
-    ratio = float((gradient * expected).sum()) / length
-    if not ratio:
-        return ""
+    ratio = projection / length
     within = bound / abs(ratio) + bound
     if near(gradient / ratio, within):
         return f"it is {ratio:.6g} times what it should be"

@@ -38,11 +38,11 @@ from fsshard.parity.report import (
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance
 from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, mean_loss, read_tensors
 
+# Quantities that another kernel may give other last digits; of the rest nothing but equality is right.
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
-"""Quantities that another kernel may give other last digits; of the rest nothing but equality is right."""
 Differences = Iterator[tuple[str, Difference]]
+# Quantity -> name -> tensor, or its sketch.
 Tensors = Mapping[str, Mapping[str, Any]]
-"""Quantity -> name -> tensor, or its sketch."""
 
 
 class StepComparison:
@@ -330,9 +330,7 @@ class TraceComparison(StepComparison):
         # Random numbers have other last digits under other kernels; anything more is another batch.
         worst = Difference()
         if before.keys() == now.keys():
-            items = []
-            for name, one in before.items():
-                items.append(self._apart(one, now[name], [], rank))
+            items = [self._apart(one, now[name], [], rank) for name, one in before.items()]
             worst = max(items, key=lambda item: (SEVERITY[item.verdict], item.max_abs), default=worst)
         if worst.verdict == "bound":
             return replace(worst, note="the batch differs in its last digits")
@@ -371,10 +369,9 @@ class TraceComparison(StepComparison):
         expected: Sketch,
         got: Sketch,
     ) -> Difference:
-        if quantity == "initial weight":
-            place = (INITIAL, "weight")
-            draws = []
-        else:
+        place = (INITIAL, "weight")
+        draws = []
+        if quantity != "initial weight":
             place = (self.number, quantity)
             sketches = [step.sketches[quantity] for step in self._drawn()]
             draws = [named[name] for named in sketches if name in named]
@@ -441,21 +438,23 @@ def _allowed(got: Sketch, draws: Sequence[Sketch]) -> float:
     return bound if math.isfinite(bound) else 0.0
 
 
+# (Accumulated batch, rank) -> digest, and sketches of its tensors.
 Batches = dict[tuple[int, int], tuple[str, dict[str, Sketch]]]
-"""(Accumulated batch, rank) -> digest, and sketches of its tensors."""
 
 
 def all_batches(ranks: Sequence[RankTrace], number: int) -> Batches:
     """Return the batches of one step of all ranks; a process may have noted all ranks'."""
-    batches: Batches = {}
+    batches = {}
     for process, trace in enumerate(ranks):
         step = trace.steps[number]
         samples = step.sketches.get("batch", {})
         for micro, digests in enumerate(step.batches):
             for place, digest in enumerate(digests):
                 prefix = f"{micro}.{place}."
-                names = [name for name in samples if name.startswith(prefix)]
-                tensors = {name.removeprefix(prefix): samples[name] for name in names}
+                tensors = {}
+                for name, sketch in samples.items():
+                    if name.startswith(prefix):
+                        tensors[name.removeprefix(prefix)] = sketch
                 rank = process if len(digests) == 1 else place
                 batches[micro, rank] = digest, tensors
     return batches
@@ -470,9 +469,11 @@ def merged(ranks: Sequence[Sequence[RankStep]]) -> list[StepReport]:
 
 
 def _merged_step(steps: Sequence[RankStep]) -> StepReport:
+    losses = [step.loss for step in steps]
+    reference_losses = [step.reference_loss for step in steps]
     report = StepReport(
-        loss=sum(step.loss for step in steps) / len(steps),
-        reference_loss=sum(step.reference_loss for step in steps) / len(steps),
+        loss=sum(losses) / len(steps),
+        reference_loss=sum(reference_losses) / len(steps),
         norm=steps[0].norm,
         reference_norm=steps[0].reference_norm,
     )

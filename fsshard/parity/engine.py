@@ -280,11 +280,11 @@ class WrappedEngine(Engine):
         self.optimizer.load_state_dict({"state": states, "param_groups": self.groups()})
 
 
+# A power of two, which changes no bit, and small enough that no recipe of few steps overflows float16.
 LOSS_SCALE = 2.0**8
-"""A power of two, which changes no bit, and small enough that no recipe of few steps overflows float16."""
 
+# A backend's name, a mapping of wrap's arguments with "backend" among them, or an Engine class.
 EngineSpec = Any
-"""A backend's name, a mapping of :func:`fsshard.wrap`'s arguments with ``"backend"`` among them, or an Engine class."""
 
 
 def engine_name(spec: EngineSpec) -> str:

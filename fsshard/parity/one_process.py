@@ -19,6 +19,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.nested import leaves as tree_leaves
 from fsshard.parity.sketch import digest, real_view
+from fsshard.parity.trace import NamedTensors
 from fsshard.planning.plan import plan
 from fsshard.recipes.recipe import Recipe, check_loss, seed_all
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
@@ -58,8 +59,8 @@ def cuda_states() -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------- module outputs
 
 
+# Module and digest of its output, in order of execution.
 Outputs = list[tuple[str, str]]
-"""Module and digest of its output, in order of execution."""
 
 
 class ForwardWatch:
@@ -99,7 +100,7 @@ class ForwardWatch:
 
     def take(self) -> Outputs:
         """Return the outputs since the last call."""
-        outputs: Outputs = []
+        outputs = []
         for forward in self._forwards:
             outputs += forward
         self._forwards = []
@@ -149,7 +150,7 @@ class Draw:
     """Loss and gradients of one evaluation; ``drew``: whether it took random numbers."""
 
     loss: float
-    gradients: dict[str, Tensor]
+    gradients: NamedTensors
     drew: bool
 
 
@@ -210,9 +211,9 @@ class Shadow:
             drew = random_state() != before
         return Draw(total, self._gradients(), drew)
 
-    def moduli(self, batches: Callable[[], Sequence[Any]]) -> dict[str, Tensor]:
+    def moduli(self, batches: Callable[[], Sequence[Any]]) -> NamedTensors:
         """Return the sum over the batches of a step of |gradient|, element by element of the real view."""
-        sums: dict[str, Tensor] = {}
+        sums: NamedTensors = {}
 
         def collect() -> None:
             for name, gradient in self._gradients().items():
@@ -222,7 +223,7 @@ class Shadow:
         self.evaluate(batches, collect)
         return sums
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def _gradients(self) -> NamedTensors:
         gradients = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:

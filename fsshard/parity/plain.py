@@ -11,8 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from fsshard.errors import ConfigurationError
 
+# Numbers that JSON does not know.
 SPECIAL = ("nan", "inf", "-inf")
-"""Numbers that JSON does not know."""
 SCALARS = {str: "a text", bool: "true or false", int: "a whole number that is not negative", float: "a number"}
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsshard.errors import MissingExtra, ParityError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.report import QUANTITIES, Cell, Difference, worst_of
-from fsshard.pictures import COLOURS, FAINT, GREY, check_picture, save_picture
+from fsshard.pictures import COLOURS, FAINT, GREY, check_picture, save_picture, style_axes
 from fsshard.planning.text import aligned, counted
 
 if TYPE_CHECKING:
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
 
+Cells = list[Cell]
+
+# Columns of the table; the other quantities get one where something differs in them.
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
-"""Columns of the table; the other quantities get one where something differs in them."""
+# The table's words for verdicts.
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
-"""The table's words for verdicts."""
+# rich styles of the verdicts. The word is always there too: colour alone tells nobody anything.
 STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
-"""rich styles of the verdicts. The word is always there too: colour alone tells nobody anything."""
 MEANINGS = {"exact": "equal to the last bit", "bound": "not equal, but within what rounding alone can do"}
+# Cells, or groups of cells that failed alike, that the last line names; it must stay one line.
 MOST_NAMED = 4
-"""Cells, or groups of cells that failed alike, that the last line names; it must stay one line."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,7 @@ class ParityReport:
     recipe: str
     reference: str
     steps: int
-    cells: list[Cell] = field(default_factory=list)
+    cells: Cells = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
 
@@ -252,9 +254,9 @@ def details(report: ParityReport) -> list[str]:
     return paragraphs
 
 
-def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
+def _alike(cells: Iterable[Cell]) -> list[Cells]:
     """Group cells that were refused or failed for one reason, as all are whose reference failed."""
-    groups: dict[Any, list[Cell]] = {}
+    groups: dict[Any, Cells] = {}
     for cell in cells:
         key: Any = id(cell)
         if cell.verdict in ("refused", "failed"):
@@ -264,7 +266,7 @@ def _alike(cells: Iterable[Cell]) -> list[list[Cell]]:
     return list(groups.values())
 
 
-def _headline(cells: list[Cell]) -> str:
+def _headline(cells: Cells) -> str:
     """Write ``fsdp, fsdp2 at 2 ranks: failed``."""
     cell = cells[0]
     meaning = MEANINGS.get(cell.verdict, cell.verdict)
@@ -275,7 +277,7 @@ def _headline(cells: list[Cell]) -> str:
     return f"{backends} {preposition} {_ranks(cell)}: {meaning}"
 
 
-def _paragraph(cells: list[Cell]) -> str:
+def _paragraph(cells: Cells) -> str:
     cell = cells[0]
     lines = [_headline(cells)]
     if cell.first_divergence is not None:
@@ -324,7 +326,7 @@ def _agreement(report: ParityReport) -> str:
     return text
 
 
-def _brief(cells: list[Cell]) -> str:
+def _brief(cells: Cells) -> str:
     cell = cells[0]
     text = _headline(cells)
     first = cell.first_divergence
@@ -364,7 +366,7 @@ def figure(report: ParityReport) -> Figure:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    columns: dict[str, list[Cell]] = {}
+    columns: dict[str, Cells] = {}
     for cell in report.cells:
         columns.setdefault(_ranks(cell), []).append(cell)
     if not columns:
@@ -394,14 +396,12 @@ def figure(report: ParityReport) -> Figure:
         _draw_losses(top, cells, looks, report.reference)
         for row, quantity in enumerate(gaps, 1):
             _draw_gaps(grid[row, column], cells, looks, quantity, gaps[quantity])
+        short = ranks.partition(" ")[0]
         for row, panel in enumerate(panels):
             axes = grid[row, column]
-            short = ranks.partition(" ")[0]
             axes.set_label(f"{panel}, {short}")
             axes.set_ylabel(PANELS[panel] if column == 0 else "")
-            axes.grid(True, axis="y", color="#E6E6E6", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            style_axes(axes)
             axes.tick_params(color=GREY, labelsize=9)
         top.xaxis.set_major_locator(MaxNLocator(integer=True))
         top.set_title(ranks, fontsize=11, color=GREY)
@@ -412,10 +412,10 @@ def figure(report: ParityReport) -> Figure:
     return figure
 
 
-def _looks(cells: list[Cell]) -> Looks:
+def _looks(cells: Cells) -> Looks:
     """Return how the lines of each backend are drawn."""
     names = list(dict.fromkeys(cell.backend for cell in cells))
-    looks: Looks = {}
+    looks = {}
     for index, name in enumerate(names):
         # Wide and below first, narrow and on top last, so that equal curves all show.
         width = 6.5 - 5.3 / max(1, len(names) - 1) * index
@@ -439,7 +439,7 @@ def _gaps(cell: Cell, quantity: str) -> list[float]:
     return gaps
 
 
-def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) -> None:
+def _draw_losses(axes: Axes, cells: Cells, looks: Looks, reference: str) -> None:
     longest = max((cell.steps for cell in cells), key=len, default=[])
     axes.plot(
         [step.reference_loss for step in longest],
@@ -470,7 +470,7 @@ def _draw_losses(axes: Axes, cells: list[Cell], looks: Looks, reference: str) ->
 
 def _draw_gaps(
     axes: Axes,
-    cells: list[Cell],
+    cells: Cells,
     looks: Looks,
     quantity: str,
     everywhere: list[float],
@@ -491,7 +491,7 @@ def _draw_gaps(
     axes.set_yscale("symlog", linthresh=low, linscale=0.5)
     broken = not all(map(math.isfinite, everywhere))
     axes.set_ylim(-0.3 * low, 30 * high if broken else high)
-    here: list[float] = []
+    here = []
     for cell in cells:
         look = looks[cell.backend]
         gaps = _gaps(cell, quantity)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsshard.parity.sketch import real_view
 
+# In the order in which a step computes them, so the first one that differs is nearest to the cause.
 QUANTITIES = (
     "initial weight",
     "batch",
@@ -24,7 +25,6 @@ QUANTITIES = (
     "buffer",
     "random state",
 )
-"""In the order in which a step computes them, so the first one that differs is nearest to the cause."""
 SEVERITY = {"exact": 0, "bound": 1, "different": 2}
 
 
@@ -325,8 +325,8 @@ def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:
     return flat * (2 if pairs else 1)
 
 
+# By the bytes of an element.
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-"""By the bytes of an element."""
 
 
 def ulps_between(a: Tensor, b: Tensor) -> float:

@@ -56,19 +56,19 @@ from fsshard.parity.trace import (
     told,
 )
 from fsshard.parity.training import Bare, Job
-from fsshard.planning.text import counted
+from fsshard.planning.text import counted, is_count
 from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
 
+# The backends that are compared unless others are named.
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
-"""The backends that are compared unless others are named."""
+# Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing. On a mesh the
+# cell says so: the same recipe may be trained on another one.
 USERS_MISTAKES = (ConfigurationError, MissingExtra, ModelError, OptimizerError)
-"""Raised on the ranks; raised again as they are, since the rank's traceback would tell the user nothing. On a mesh the
-cell says so: the same recipe may be trained on another one."""
+# Raised where an engine has no such thing, or a comparison no meaning: the cell says so.
 REFUSALS = (UnsupportedByBackend, MissingExtra, NotComparable)
-"""Raised where an engine has no such thing, or a comparison no meaning: the cell says so."""
 Progress = Callable[[float, float, str], None]
+# Ranks of data, and the mesh that has them, if there is one.
 Place = tuple[int, dict[str, int] | None]
-"""Ranks of data, and the mesh that has them, if there is one."""
 
 
 def compare(
@@ -270,8 +270,7 @@ def _checked(
 
 
 def _check_numbers(argument: str, numbers: list[int]) -> None:
-    valid = [n for n in numbers if isinstance(n, int) and not isinstance(n, bool) and n > 0]
-    if not numbers or valid != numbers:
+    if not numbers or not all(map(is_count, numbers)):
         raise ConfigurationError(f"{argument}: expected positive integers, for example [1, 2] and 10")
 
 
@@ -392,8 +391,8 @@ def _running(
         yield _Runner(ranks, timeout, progress)
 
 
+# Runs a job, shown with a text, and compares it.
 Compared = Callable[[Job, str], Cell]
-"""Runs a job, shown with a text, and compares it."""
 
 
 def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
@@ -460,7 +459,7 @@ def _compare_with_reference(
     sizes = dict.fromkeys(size for size, _ in places)
     same = [spec in (reference.engine, {"backend": reference.engine}) for spec in backends]
     runner.total = 2 * len(sizes) + same.count(False) * len(places)
-    cells: dict[tuple[int, int], Cell] = {}
+    cells = {}
     # Only the numbers of one reference are on disk at a time.
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="fsshard-parity-") as folder:
@@ -515,7 +514,7 @@ class _Reference:
         observations = runner.run(observe, job, REFERENCE, text="reference")
         self._runner = runner
         _, self._parameters, _ = observations[0]
-        self.ranks: list[RankTrace] = [trace for trace, _, _ in observations]
+        self.ranks = [trace for trace, _, _ in observations]
         start = time.perf_counter()
         self.again = _at(job, self(job, "reference, again"))
         self.again.seconds = time.perf_counter() - start

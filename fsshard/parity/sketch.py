@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fsshard.errors import RecipeError
 
+# Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root).
 PROJECTIONS = 12
-"""Vectors of signs. Distances are estimated to about 20 percent (half of sqrt(2 / 12), by the root)."""
-CHUNK = 2**16  # elements that have signs of their own; those of the next chunk are the same, or all of them flipped
+# Elements that have signs of their own. Those of the next chunk are the same, or all of them flipped.
+CHUNK = 2**16
 AT_ONCE = 4  # chunks that are multiplied by their signs together
 
 
@@ -39,6 +40,7 @@ def digest(value: Any, *, strict: bool = True) -> str:
     return str(feeder.hasher.hexdigest())
 
 
+# Types whose repr says all.
 WRITTEN = (
     bool,
     int,
@@ -52,7 +54,6 @@ WRITTEN = (
     torch.dtype,
     torch.device,
 )
-"""Types whose ``repr`` says all."""
 
 
 class _Feeder:
@@ -96,7 +97,10 @@ class _Feeder:
         kind = type(value)
         if hasattr(value, "__dict__") or hasattr(value, "__slots__"):
             attributes = {}
-            for name in (*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())):
+            names = [*getattr(value, "__dict__", ())]
+            names += getattr(value, "__slots__", ())
+            for name in names:
+                # A slot may be empty.
                 if hasattr(value, name):
                     attributes[name] = getattr(value, name)
             self.feed({kind.__qualname__: attributes})
@@ -173,10 +177,10 @@ def sketch(tensor: Tensor) -> Sketch:
         rows = math.ceil(count / CHUNK)
         width = min(count, CHUNK)
         missing = rows * width - count
-        even = wide
-        if missing:
-            even = torch.nn.functional.pad(wide, (0, missing))
-        sums = even.view(rows, width) @ signs_in_chunk[:, :width].T
+        # The last chunk of several may be shorter; zeros add nothing to its sums.
+        even = torch.nn.functional.pad(wide, (0, missing)) if missing else wide
+        signs_in_row = signs_in_chunk[:, :width].T
+        sums = even.view(rows, width) @ signs_in_row
         signs = signs_of_chunks[:, first : first + rows].T
         projections += (signs * sums).sum(0)
         squares += wide.square_().sum()
@@ -262,6 +266,7 @@ def signed(value: int) -> int:
 
 def shifted(value: Tensor, bits: int) -> Tensor:
     """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
+    # The bits that come in.
     mask = 2 ** (64 - bits) - 1
     return torch.bitwise_and(value >> bits, mask)
 

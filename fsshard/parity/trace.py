@@ -37,11 +37,12 @@ from fsshard.pictures import check_file, replace_file
 from fsshard.recipes.recipe import Recipe
 
 FORMAT, VERSION = "fsshard parity trace", 1
+# How much a trace holds, each with what is before it.
 DETAILS = ("losses", "digests", "tensors")
-"""How much a trace holds, each with what is before it."""
+# The step number under which weights before the first step are kept.
 INITIAL = -1
-"""The step number under which weights before the first step are kept."""
 NamedTensors = dict[str, Tensor]
+Texts = dict[str, str]
 _COMPLEX = "complex:"
 _RECORD_AGAIN = "record it again: fsshard parity RECIPE --record FILE"
 
@@ -125,8 +126,8 @@ class Trace:
         file: where it was read from, or saved.
     """
 
-    recipe: dict[str, str]
-    environment: dict[str, str]
+    recipe: Texts
+    environment: Texts
     commit: str
     backend: str
     world_size: int
@@ -291,7 +292,7 @@ def read_sketch(value: Any, place: str) -> Sketch:
 
 
 def _tensors_beside(path: Path, value: Any, place: str) -> Path:
-    recorded: dict[str, str] = read_as(dict[str, str], value, place)
+    recorded: Texts = read_as(Texts, value, place)
     file = path.parent / recorded.get("file", "")
     if not file.is_file():
         raise WrongField(place, f"{str(file)!r} is missing; keep it next to the JSON file")
@@ -363,8 +364,8 @@ def read_tensors(
     """
     path = Path(path)
     is_merged = path.is_file()
-    tensors: NamedTensors = {}
-    texts: dict[str, str] = {}
+    tensors = {}
+    texts: Texts = {}
     # This rank's own part comes last, and wins.
     for holder in sorted({0, rank}):
         part = _part(step, quantity, holder)
@@ -408,7 +409,7 @@ VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONED
 TOLD = ("seed", "hyper", "precision", "activation_checkpointing", "accumulate", "no_sync", "clip", "settings")
 
 
-def environment(device: str = "cpu") -> dict[str, str]:
+def environment(device: str = "cpu") -> Texts:
     """Return the environment of this process, each fact as a text; to be asked on a rank, which has its own threads."""
     libraries = []
     for line in torch.__config__.show().splitlines():
@@ -437,7 +438,7 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 
 def _processor() -> str:
-    facts: dict[str, str] = {}
+    facts: Texts = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
@@ -448,7 +449,7 @@ def _processor() -> str:
     return name
 
 
-def told(recipe: Recipe) -> dict[str, str]:
+def told(recipe: Recipe) -> Texts:
     """Return what a recipe says of itself, as texts."""
     texts = {"name": recipe.name, "optimizer": recipe.optimizer.__qualname__}
     for name in TOLD:

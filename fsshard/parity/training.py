@@ -115,32 +115,38 @@ class Training:
         # A rank adds up more than two micro-batches one after the other, and without no_sync reduces each.
         accumulates_in_pairs = accumulate == 1 or (accumulate == 2 and self.recipe.no_sync)
         is_power_of_two = ranks & (ranks - 1) == 0
-        is_full = resolve_precision(self.recipe.settings.get("mixed_precision", self.recipe.precision)).is_full
+        precision = self.recipe.settings.get("mixed_precision", self.recipe.precision)
         if not self.joins or not isinstance(self.engine, WrappedEngine):
             return 0
         # A recipe that joins batches in a way of its own may weight ranks, or leave some out.
         if self.recipe.join is not None:
             return 0
-        if not accumulates_in_pairs or not is_power_of_two or ranks % dist.get_world_size() or not is_full:
+        if not accumulates_in_pairs or not is_power_of_two or ranks % self._ranks:
+            return 0
+        # In low precision joined kernels are no measure of the ranks' own.
+        if not resolve_precision(precision).is_full:
             return 0
         return ranks * accumulate
 
     def _losses_by_leaves(self, batches: list[list[Any]]) -> float:
         """Run forward and backward of one step, batch by batch; return the mean of all ranks' losses."""
+        model = cast(Any, self.engine.model)
         total = 0.0
         try:
-            for leaf in cast(Any, self.engine.model).leaves(self.leaves):
+            for leaf in model.leaves(self.leaves):
                 rank, micro = divmod(leaf, len(batches))
+                batch = batches[micro][rank]
                 before = random_state()
                 with self.watch.forward(), self.engine.forward():
-                    loss = check_loss(self.recipe.loss(self.engine.model, batches[micro][rank]))
+                    loss = check_loss(self.recipe.loss(model, batch))
                 if random_state() != before:
                     raise NotComparable(DRAWS_RANDOM_NUMBERS)
                 self.engine.backward(loss)
-                total += float((loss / len(batches)).detach())
+                share = loss / len(batches)
+                total += float(share.detach())
         except ModelError as error:
             raise NotComparable(f"one process trains on the ranks' batches one by one, and {error}") from error
-        return total * dist.get_world_size() / self.job.world_size
+        return total * self._ranks / self.job.world_size
 
     def losses(self, batches: list[list[Any]]) -> float:
         """Run forward and backward of one step; return the mean of this process's losses."""
@@ -150,9 +156,10 @@ class Training:
         last = len(batches) - 1
         for number, parts in enumerate(batches):
             accumulating = contextlib.nullcontext() if number == last else self.engine.accumulating()
+            batch = self.recipe.joined(parts)
             with accumulating:
                 with self.watch.forward(), self.engine.forward():
-                    loss = self._loss(self.recipe.joined(parts)) / len(batches)
+                    loss = self._loss(batch) / len(batches)
                 self.engine.backward(loss)
             total += float(loss.detach())
         return total
@@ -196,22 +203,20 @@ class Training:
         for gradient in gradients.values():
             square = real_view(gradient).double().square().sum()
             squares.append(float(square))
+        # sum() of recent Pythons carries what it rounds away, which records must do alike.
         step.norm = math.sqrt(sum(squares))
         if self.recipe.clipping is not None:
             step.clipped_norm = self.engine.clip(*self.recipe.clipping)
         for group in self.engine.groups():
-            step.groups.append({key: _as_json_value(value) for key, value in group.items()})
+            plain = {}
+            for key, value in group.items():
+                plain[key] = _as_json_value(value)
+            step.groups.append(plain)
         self.finish()
-        weights = self.weights()
-        state, step.plain = states_of(self.engine)
-        buffers = self._kept(self.engine.buffers())
+        tensors = {"gradient": gradients, "weight": self.weights()}
+        tensors["state"], step.plain = states_of(self.engine)
+        tensors["buffer"] = self._kept(self.engine.buffers())
         step.random = random_state()
-        tensors = {
-            "gradient": gradients,
-            "weight": weights,
-            "state": state,
-            "buffer": buffers,
-        }
         return step, tensors
 
     def _gradients(self) -> NamedTensors:
@@ -260,7 +265,11 @@ class Training:
     def magnitudes(self, step: int) -> tuple[NamedTensors, dict[str, int]]:
         """Sum over ranks of |local gradient| / N, and how many reductions make up each gradient at most. Collective."""
         shadow = self.shadow()
-        sums = shadow.moduli(lambda: [parts[0] for parts in self.batches(step)])
+
+        def own_batches() -> list[Any]:
+            return [own for own, *_ in self.batches(step)]
+
+        sums = shadow.moduli(own_batches)
         for value in sums.values():
             dist.all_reduce(value)
             value /= self.job.world_size
@@ -286,8 +295,8 @@ def _to(value: Any, device: str) -> Any:
 
 def states_of(engine: Engine) -> tuple[NamedTensors, dict[str, Any]]:
     """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
-    tensors: NamedTensors = {}
-    plain: dict[str, Any] = {}
+    tensors = {}
+    plain = {}
     for name, state in engine.states():
         for key, value in state.items():
             place = f"{name}: {key}"
@@ -322,7 +331,7 @@ class Bare(Engine):
         super().__init__(recipe, module)
         self.model = self.module = module
         parameters = dict(module.named_parameters())
-        groups: list[dict[str, Any]] = [{"params": list(parameters)}]
+        groups = [{"params": list(parameters)}]
         if recipe.param_groups is not None:
             groups = recipe.param_groups(list(parameters))
         filled = []

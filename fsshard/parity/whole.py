@@ -29,10 +29,10 @@ class Whole:
     quantity: str  # "weight", "buffer" or "state"
 
 
+# Name of a parameter, and what an optimizer keeps for it, or a piece of that.
 States = Iterator[tuple[str, dict[str, Any]]]
-"""Name of a parameter, and what an optimizer keeps for it, or a piece of that."""
+# Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's.
 Units = list[tuple[str, nn.Module]]
-"""Path and module of what is gathered at once: the root, units of FSDP1, and models of fsshard's."""
 
 
 def whole_weights(model: ShardedModule) -> Iterator[tuple[str, Tensor]]:
@@ -177,13 +177,13 @@ def _of_unit(path: str, unit: nn.Module, units: Units) -> Iterator[Whole]:
     if isinstance(unit, ShardedModule):
         yield from _of_sharded_module(path, unit)
         return
-    ranks: list[int] | None = None
+    ranks = None
     gathered: Any = contextlib.nullcontext()
     if isinstance(unit, FullyShardedDataParallel):
         ranks = dist.get_process_group_ranks(unit.process_group)
         # One unit at a time, so that no more than its parameters are whole at once.
         gathered = FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False)
-    seen: set[int] = set()
+    seen = set()
     with gathered:
         for prefix, module in _own_modules(path, unit, units):
             with _gathered_by_deepspeed(module):

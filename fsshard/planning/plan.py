@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.pairs import order_in_memory, real_dtype
@@ -35,7 +35,9 @@ from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
 Place = tuple[str, nn.Module]
-"""Name and module; a module may have several."""
+Texts = dict[str, str]  # reasons by name
+# Name and module; a module may have several.
+NamesById = Mapping[int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +247,10 @@ def _recomputed(
     activation_checkpointing: object,
     units: Reasons,
     never: Collection[nn.Module],
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[Texts, Texts]:
     """Return the blocks to recompute, and those that recompute already; by name, outermost only, with the reason."""
     policy = resolve_checkpointing(activation_checkpointing).policy
-    picked: Reasons = {}
+    picked = {}
     if policy is True:
         picked = dict.fromkeys(units, "a unit of the plan")
     elif policy is not None and policy is not False:
@@ -280,12 +282,12 @@ def _recomputed(
 def _outermost(
     places: Iterable[Place],
     picked: Reasons,
-) -> tuple[dict[str, str], dict[str, str]]:
+) -> tuple[Texts, Texts]:
     """Return both by public name, in the model's order; a module counts at its first place outside of other blocks."""
-    recomputed: dict[str, str] = {}
-    before: dict[str, str] = {}
+    recomputed = {}
+    before = {}
     blocks: set[str] = set()
-    seen: set[nn.Module] = set()
+    seen = set()
     # torch's wrapper and what it wraps have one name.
     for name, module in places:
         if module in seen:
@@ -356,7 +358,7 @@ def _complex_owners(table: ModuleTable, complex_names: list[str]) -> list[nn.Mod
     return list(owners)
 
 
-def _handed_to_autograd(table: ModuleTable, names: Mapping[int, str]) -> Reasons:
+def _handed_to_autograd(table: ModuleTable, names: NamesById) -> Reasons:
     """Return the modules below one that reads their weights for autograd; nobody chose them as units by name."""
     handed: Reasons = {}
     for reader in readers_of_weights(table.modules.values()):
@@ -394,7 +396,7 @@ def _leaking(places: Iterable[Place], ties: Sequence[tuple[str, ...]]) -> set[in
     modules: dict[str, list[int]] = {}
     for name, module in places:
         modules.setdefault(name, []).append(id(module))
-    leaking: set[int] = set()
+    leaking = set()
     for tie in ties:
         counts: Counter[int] = Counter()
         for name in tie:
@@ -425,16 +427,16 @@ def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
 
 def _keep(
     picked: Mapping[nn.Module, str],
-    names: Mapping[int, str],
+    names: NamesById,
     leaks: Collection[int],
     never: Collection[nn.Module],
     handed: Mapping[nn.Module, str],
     *,
     mixed: bool,
-) -> tuple[Reasons, dict[str, str]]:
+) -> tuple[Reasons, Texts]:
     """Return which picked modules can be units, and why the others cannot."""
-    kept: Reasons = {}
-    dropped: dict[str, str] = {}
+    kept = {}
+    dropped = {}
     for module, reason in picked.items():
         name = names[id(module)]
         if is_container(module):
@@ -485,7 +487,7 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
         if len(sizes) < 2:
             continue
         main = max(sizes, key=lambda dtype: sizes[dtype])
-        assigned: set[nn.Module] = set()
+        assigned = set()
         for module in region[1:]:
             if module in assigned or is_container(module) or id(module) in leaks:
                 continue
@@ -497,9 +499,9 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
     return units
 
 
-def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
+def _names_of_units(units: Reasons, names: NamesById) -> dict[int, str]:
     """Return by id, for each module in a unit, the name of the innermost unit that it is in."""
-    of_units: dict[int, str] = {}
+    of_units = {}
     # The innermost units come last, and win.
     for unit in sorted(units, key=lambda unit: names[id(unit)].count(".")):
         name = names[id(unit)]
@@ -510,17 +512,17 @@ def _names_of_units(units: Reasons, names: Mapping[int, str]) -> dict[int, str]:
 
 def _parameter_infos(
     slots: list[ParameterSlot],
-    of_units: Mapping[int, str],
+    of_units: NamesById,
 ) -> dict[str, ParameterInfo]:
-    infos: dict[str, ParameterInfo] = {}
-    seen: set[int] = set()
+    infos = {}
+    seen = set()
     for slot in slots:
         parameter = slot.parameter
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
         # Of a DTensor this is what a rank holds of it.
-        stored: Tensor = getattr(parameter, LOCAL_TENSOR, parameter)
+        stored = getattr(parameter, LOCAL_TENSOR, parameter)
         order = slot.kind.order
         if slot.kind.is_plain:
             order = order or order_in_memory(stored)
@@ -538,7 +540,7 @@ def _parameter_infos(
 
 def _units(
     kept: Reasons,
-    names: Mapping[int, str],
+    names: NamesById,
     infos: Mapping[str, ParameterInfo],
     wide: set[str],
     precision: Precision,
@@ -596,7 +598,7 @@ def explain_plan(plan: Plan, beside: Sequence[Sequence[str]] | None = None) -> s
         above.append(_explain_precision(plan))
     whys = [f"{unit.reason}; float32 unit" if unit.fp32 else unit.reason for unit in plan.units]
     rows = _unit_rows(plan, narrow=beside is not None)
-    below: list[str] = []
+    below = []
     if beside is not None:
         for row, cells in zip(rows, beside, strict=True):
             row += cells

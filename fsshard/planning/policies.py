@@ -19,8 +19,8 @@ from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, PrecisionError
 from fsshard.torch_private.modules import classes_of_policy, is_policy, run_policy
 
+# "auto" on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters).
 AUTO_MIN_BYTES = 100_000_000
-"""``"auto"`` on a model that names no blocks: a unit per subtree of this many bytes (torch: 1e8 parameters)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ def resolve_checkpointing(value: object) -> Checkpointing:
     return checkpointing
 
 
+# Modules that were picked, and why.
 Reasons = dict[nn.Module, str]
-"""Modules that were picked, and why."""
 
 
 def resolve_blocks(table: ModuleTable, policy: object) -> Reasons:
@@ -233,7 +233,7 @@ def never_called(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> Reasons:
-    names: set[str] = set()
+    names = set()
     # A model may be a Hugging Face one, or hold some.
     for module in table.modules.values():
         classes = getattr(module, "_no_split_modules", None)
@@ -243,7 +243,7 @@ def _auto(table: ModuleTable, complex_owners: Collection[nn.Module]) -> Reasons:
         elif isinstance(classes, Collection):
             names.update(classes)
     owners = set(complex_owners)
-    picked: Reasons = {}
+    picked = {}
     for module in table.modules.values():
         name = type(module).__name__
         if module in owners:
@@ -261,7 +261,7 @@ def _by_class(table: ModuleTable, policy: Collection[Any]) -> Reasons:
     if not policy or not all(isinstance(item, (str, type)) for item in policy):
         raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
     _check_present(table, classes, names)
-    picked: Reasons = {}
+    picked = {}
     for module in table.modules.values():
         name = type(module).__name__
         if isinstance(module, classes) or name in names:
@@ -366,7 +366,7 @@ def _bottom_up(
     picks: Callable[[nn.Module, int], bool],
 ) -> list[nn.Module]:
     """Return the modules that ``picks`` takes by what their own units leave over, children before their parents."""
-    picked: list[nn.Module] = []
+    picked = []
 
     def visit(module: nn.Module) -> int:
         total = size(module)

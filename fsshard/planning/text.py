@@ -1,4 +1,4 @@
-"""Numbers and tables as text."""
+"""Numbers and tables as text, and what is a number."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(spelled)
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    """Return whether an argument is a whole number from ``least`` on; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+# Units of sizes and their bytes, the largest first.
 SCALES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-"""Units of sizes and their bytes, the largest first."""
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:

@@ -18,19 +18,22 @@ from fsshard.torch_private.c10d import takes_only_cuda
 Wrap = Callable[..., Any]
 
 HYBRID_ZERO2 = "_HYBRID_SHARD_ZERO2"
-HYBRIDS = ("HYBRID_SHARD", HYBRID_ZERO2)  # strategies of replicas that are sharded within
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)  # torch's, by name
-KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)  # what a forward gathers stays until the backward
+# Strategies of replicas that are sharded within.
+HYBRIDS = ("HYBRID_SHARD", HYBRID_ZERO2)
+# torch's strategies, by name.
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRIDS)
+# Under these what a forward gathers stays until the backward.
+KEEP_GATHERED = ("SHARD_GRAD_OP", HYBRID_ZERO2)
 
+# torch's words for what stays out; all are the second one here.
 IGNORED = ("ignored_modules", "ignored_states", "ignored_parameters", "ignored_params")
-"""torch's words for what stays out; all are the second one here."""
+# torch's word -> ours, where the value is the same.
 RENAMED = {
     "fsdp_auto_wrap_policy": "auto_wrap_policy",  # torch 1.11
     "mesh": "device_mesh",
     "mp_policy": "mixed_precision",
     "init_sync": "sync_module_states",
 }
-"""torch's word -> ours, where the value is the same."""
 
 
 def takes_torchs_words(wrap: Wrap) -> Wrap:
@@ -94,12 +97,12 @@ def _unless_none(name: str, value: Any) -> tuple[str | None, Any]:
     return (None, None) if value is None else (name, value)
 
 
+# Words with one value that is what is done anyway, and why there is no other.
 _ONLY: dict[str, tuple[Any, str]] = {
     "use_orig_params": (True, "parameters keep their names and shapes under every backend; leave it out"),
     "shard_placement_fn": (None, "where a parameter is cut is decided for every backend alike; leave it out"),
     "dim": (0, "a batch is divided among ranks by your loader, along dim 0; leave it out"),
 }
-"""Words with one value that is what is done anyway, and why there is no other."""
 
 
 def _device(name: str, value: Any) -> torch.device | None:
@@ -189,7 +192,8 @@ def asks_for_offload(cpu_offload: object) -> bool:
     """Return whether ``cpu_offload``, a bool or torch's ``CPUOffload``, asks for it."""
     if cpu_offload is None:
         return False
-    asks = getattr(cpu_offload, "offload_params", cpu_offload)  # torch's CPUOffload
+    # It may be torch's CPUOffload.
+    asks = getattr(cpu_offload, "offload_params", cpu_offload)
     if not isinstance(asks, bool):
         raise ConfigurationError(f"cpu_offload={cpu_offload!r}: expected a bool or torch's CPUOffload")
     return asks

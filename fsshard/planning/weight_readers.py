@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 _LISTS = frozenset(("parameters", "named_parameters"))
+# SomeFunction.apply and torch.autograd.grad: what operators of torch compute with raises by itself.
 _AUTOGRAD = frozenset(("apply", "grad"))
-"""``SomeFunction.apply`` and ``torch.autograd.grad``: what operators of torch compute with raises by itself."""
 
 
 def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -26,7 +26,7 @@ def readers_of_weights(modules: Iterable[nn.Module]) -> list[nn.Module]:
     there. torch and the standard library are not followed. A reader that is not found raises in its first forward.
     """
     readers = []
-    answers: dict[tuple[type, Any], set[str]] = {}
+    answers = {}
     for module in modules:
         cls = type(module)
         # A TorchScript class has no forward (torch 2.13: an AttributeError).
@@ -61,8 +61,8 @@ def _names_of_weights_below(module: nn.Module) -> set[str]:
 
 def _names_in(forward: FunctionType, cls: type) -> set[str]:
     """Return all names that the code of a forward uses, and of the functions that it calls."""
-    names: set[str] = set()
-    seen: set[FunctionType] = set()
+    names = set()
+    seen = set()
     waiting = [forward]
     while waiting:
         function = waiting.pop()

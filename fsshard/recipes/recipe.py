@@ -23,6 +23,7 @@ from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.nested import is_array, map_leaves
 from fsshard.parallel.meshes import data_dimensions, is_flattened_with_parts, role_of
 from fsshard.planning.arguments import PrecisionChoice, Recomputed
+from fsshard.planning.text import is_count
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +119,7 @@ class Recipe:
                 raise RecipeError(f"recipe.{name} must be a function or None, got {value!r}")
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
             raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
-        if not _is_count(self.accumulate):
+        if not is_count(self.accumulate):
             raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
         for name in ("hyper", "settings"):
             value = getattr(self, name)
@@ -152,10 +153,6 @@ class Recipe:
             return batches[0]
         join = self.join or join_batches
         return join(batches)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_steps_alone(optimizer: type[Optimizer]) -> None:
@@ -378,7 +375,7 @@ def check_mesh(mesh: object) -> dict[str, int]:
         raise ConfigurationError(f'mesh={mesh!r}: expected sizes by name, for example {{"data": 2, "tp": 2}}')
     sizes = dict(mesh)
     for name, size in sizes.items():
-        if not _is_count(size):
+        if not is_count(size):
             raise ConfigurationError(f"mesh={sizes}: {name!r} has size {size!r}; expected a positive whole number")
         if role_of(name) is None or is_flattened_with_parts(name):
             raise ConfigurationError(

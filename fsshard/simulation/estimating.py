@@ -24,6 +24,7 @@ from fsshard.nested import map_leaves
 from fsshard.parallel.meshes import role_of
 from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
+from fsshard.planning.text import is_count
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.recipes.recipe import Recipe, check_mesh, check_steps_alone, resolve, splits
 from fsshard.sharded.optimizer import constructor_arguments
@@ -112,7 +113,7 @@ def estimate(
     """
     source = recipe_source(subject, batch, loss, real)
     constants = machine_of(machine, device)
-    changes: dict[str, Any] = {}
+    changes = {}
     if mixed_precision is not ...:
         changes["precision"] = mixed_precision
     if activation_checkpointing is not ...:
@@ -122,7 +123,7 @@ def estimate(
         changes["accumulate"] = accumulation
     if auto_wrap_policy is not ...:
         settings["auto_wrap_policy"] = auto_wrap_policy
-    fields: dict[str, Any] = {
+    fields = {
         "source": source,
         "changes": changes,
         "device": device,
@@ -224,7 +225,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     kind = optimizer
-    hyper: dict[str, Any] = {}
+    hyper = {}
     if isinstance(optimizer, Optimizer):
         kind = type(optimizer)
         hyper = constructor_arguments(optimizer)
@@ -285,7 +286,7 @@ _use: Any = _Use.apply
 
 
 def _built(plan: Plan) -> nn.Module:
-    modules: dict[str, nn.Module] = {"": PlannedModule()}
+    modules = {"": PlannedModule()}
     units = set(plan.unit_names)
 
     def module_at(path: str) -> nn.Module:
@@ -311,7 +312,7 @@ def _sum(model: Any, batch: Tensor) -> Tensor:
 
 def job_of(backend: Any, world_size: Any, device_mesh: Any, **more: Any) -> Job:
     """Return one simulation, checked, under a backend and on a mesh; ``more`` are the other fields of a job."""
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+    if not is_count(world_size):
         raise ConfigurationError(f"world_size={world_size!r}: expected a positive whole number of ranks, or several")
     check_device(more["device"])
     for name in ("cpu_offload", "average"):
@@ -378,20 +379,7 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         # A pass copies this rank's shard to the device.
         shard = -(-plan.nbytes // job.mesh[-1])
         work = replace(work, shards=shard * recipe.accumulate)
-    strategy = recipe.settings.get("sharding_strategy")
-    keeps_gathered = str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED
-    circumstances = Circumstances(
-        shards=job.mesh[-1],
-        replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
-        state_ratio=measured.state_ratio,
-        activations=usage.saved,
-        micro_batches=recipe.accumulate,
-        reduces=1 if recipe.no_sync else recipe.accumulate,
-        stays_gathered=keeps_gathered or recipe.settings.get("reshard_after_forward") is False,
-        offloaded=job.cpu_offload,
-        partly=bool(recipe.settings.get("find_unused_parameters")),
-        comm_groups=measured.comm_groups,
-    )
+    circumstances = _circumstances(job, recipe, measured)
     bounds = _as_sent(bounds_of(plan, backend.facts.divides, circumstances), usage.traffic)
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(
@@ -421,10 +409,28 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
     )
 
 
+def _circumstances(job: Job, recipe: Recipe, measured: Measured) -> Circumstances:
+    settings = recipe.settings
+    strategy = settings.get("sharding_strategy")
+    keeps_gathered = str(getattr(strategy, "name", strategy)).upper() in KEEP_GATHERED
+    return Circumstances(
+        shards=job.mesh[-1],
+        replicas=job.mesh[0] if len(job.mesh) == 2 else 1,
+        state_ratio=measured.state_ratio,
+        activations=measured.usage.saved,
+        micro_batches=recipe.accumulate,
+        reduces=1 if recipe.no_sync else recipe.accumulate,
+        stays_gathered=keeps_gathered or settings.get("reshard_after_forward") is False,
+        offloaded=job.cpu_offload,
+        partly=bool(settings.get("find_unused_parameters")),
+        comm_groups=measured.comm_groups,
+    )
+
+
+# A forward, and a backward that takes twice as many flops: what counts as the model's own, whatever is recomputed.
 PASSES = 3
-"""A forward, and a backward that takes twice as many flops: what counts as the model's own, whatever is recomputed."""
+# Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit.
 STAND_INS = {"all_gather": "broadcast", "reduce_scatter": "all_to_all", "reduce": "all_to_all"}
-"""Collective -> the one by which FSDP2 does it over gloo, and our OSS everywhere, with the same payload of a unit."""
 
 
 def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
@@ -440,10 +446,10 @@ def _as_sent(bounds: Bounds, traffic: Iterable[Traffic]) -> Bounds:
     return replace(bounds, payloads=payloads)
 
 
+# gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
+# so where gradients are sent in buffers of their own (to their owners, or in a narrower dtype under replicas), the
+# two largest buffers can live longer than the simulation knows.
 THREADS = 2
-"""gloo's worker threads. Each can hold on to the buffer of its last reduction for a moment after wait() has returned,
-so where gradients are sent in buffers of their own (to their owners, or in a narrower dtype under replicas), the two
-largest buffers can live longer than the simulation knows."""
 
 
 def _notes(job: Job, recipe: Any, late: int, work: Work) -> list[str]:

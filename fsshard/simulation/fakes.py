@@ -33,8 +33,8 @@ from fsshard.torch_private.tensors import storage_key
 
 FILL = torch.ops.aten.fill_.Scalar
 RNN_LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+# Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again.
 KNOWN_NUMBERS = 2**16
-"""Tensors of up to so many elements that are made of Python numbers keep these, so that they can be read again."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def fake_ranks(rank: int, world_size: int, backend: str = "fake") -> Iterator[No
     The process must have no process group yet; it has none afterwards.
     """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
-    functions: dict[str, Any] = {
+    functions = {
         "all_gather_object": _all_gather_object,
         "broadcast_object_list": lambda *_, **__: None,
         "all_reduce": _finished(dist.all_reduce),
@@ -169,7 +169,7 @@ class Fakes(FakeTensorMode):
 
     def _rnn_workspace(self, args: Any, empty: Tensor) -> Tensor:
         """Return a workspace as large as the true operator's, which runs on numbers, once for each kind of layer."""
-        kinds: list[Any] = []
+        kinds = []
         for value in args:
             kinds.append((value.shape, value.dtype) if isinstance(value, Tensor) else repr(value))
         key = tuple(kinds)
@@ -184,7 +184,8 @@ class Fakes(FakeTensorMode):
         """Put fake tensors in place of real ones in ``value``, however nested."""
         return map_leaves(lambda leaf: self.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
-    left = staticmethod(unset_fake_temporarily)  # context in which tensors are real
+    # A context in which tensors are real.
+    left = staticmethod(unset_fake_temporarily)
 
     def built(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Build a model without memory."""
@@ -193,10 +194,11 @@ class Fakes(FakeTensorMode):
             with _Answers(bool=False), swapped_by(_converted):
                 return build()
         except (DataDependentOutputException, DynamicOutputShapeException):
-            pass  # the model's constructor computes with numbers, so it gets them, once
+            # The model's constructor computes with numbers, so it gets them, once.
+            pass
         with self.left():
             module = build()
-        fakes: dict[int, nn.Parameter] = {}
+        fakes = {}
         for slot in list(parameter_slots(module)):
             real = slot.parameter
             if id(real) not in fakes:

@@ -19,11 +19,11 @@ from fsshard.planning.text import duration
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.work import Work
 
+# Collective -> how often gloo sends what has to be sent: its reduce_scatter is an all_reduce inside (torch 2.13).
 OVER_GLOO = {"reduce_scatter": 2}
-"""Collective -> how often gloo sends what has to be sent: its reduce_scatter is an all_reduce inside (torch 2.13)."""
 TERMS = ("flops", "written", "operators", "sent", "collectives")
+# Collectives in which a rank sends to each of the others what is meant for it, so that nothing is passed on.
 DIRECT = ("all_to_all", "gather", "receive", "scatter", "send")
-"""Collectives in which a rank sends to each of the others what is meant for it, so that nothing is passed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,8 @@ def _tensor_cores(plain: float, double: float, half: float) -> dict[str, float]:
 
 _OF_NODES = ("per_node", "between", "hop", "hop_between")
 _NUMBERS = [field.name for field in fields(Machine) if field.type == "float" and field.name not in _OF_NODES]
+# Machines that are known by name. Peaks of data sheets: seconds are those of perfect kernels, the order of plans is
+# what they are for.
 MACHINES = {
     one.name: one
     for one in (
@@ -252,10 +254,8 @@ MACHINES = {
         ),
     )
 }
-"""Machines that are known by name. Peaks of data sheets: seconds are those of perfect kernels, the order of plans is
-what they are for."""
+# Device -> the machine that is meant where none is named.
 USUAL = {"cpu": "cpu", "cuda": "h100"}
-"""Device -> the machine that is meant where none is named."""
 
 
 def check_device(device: Any) -> None:

@@ -17,12 +17,12 @@ from fsshard.simulation.machine import MACHINES, USUAL, Machine
 from fsshard.simulation.tracking import Tracker
 from fsshard.wrapping import wrap
 
+# Samples of each measurement.
 SAMPLES = 5
-"""Samples of each measurement."""
+# Seconds that a sample takes at least: enough calls are made in it.
 LEAST = 0.01
-"""Seconds that a sample takes at least: enough calls are made in it."""
+# Device -> rows of a square matrix, elements that an operator writes, elements that a collective sends.
 SIZES = {"cpu": (384, 2**18, 2**20), "cuda": (4096, 2**27, 2**25)}
-"""Device -> rows of a square matrix, elements that an operator writes, elements that a collective sends."""
 NARROW = 8
 LAYERS = 12
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsshard.backends.registry import REFERENCE
-from fsshard.pictures import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.bounds import Bounds
 from fsshard.planning.text import aligned, counted, duration, ratio, size, unit_of
 from fsshard.simulation.collectives import Traffic
@@ -216,6 +216,9 @@ class Estimate:
         plot([self], path)
 
 
+Estimates = Sequence[Estimate]
+
+
 def _beside(nbytes: int, bound: int | None) -> list[str]:
     """Return a size, its bound and the ratio to it as three cells of a table."""
     if bound is None:
@@ -223,7 +226,7 @@ def _beside(nbytes: int, bound: int | None) -> list[str]:
     return [size(nbytes), size(bound), ratio(nbytes, bound)]
 
 
-def overview(estimates: Sequence[Estimate]) -> str:
+def overview(estimates: Estimates) -> str:
     """Return several estimates as a table, a line for each.
 
     Peaks have their ratio to DDP's, where it is among them at that world size; samples per second that to as many times
@@ -265,7 +268,7 @@ def overview(estimates: Sequence[Estimate]) -> str:
 
 
 def plot(
-    estimates: Sequence[Estimate],
+    estimates: Estimates,
     path: str | Path,
     at: int | None = None,
 ) -> None:
@@ -274,7 +277,7 @@ def plot(
     save_picture(figure(estimates, at), path)
 
 
-def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
+def figure(estimates: Estimates, at: int | None = None) -> Figure:
     """Draw memory at the peak by kind, a bar per backend; below, if there are several world sizes, peaks and speed.
 
     Args:
@@ -323,7 +326,7 @@ def figure(estimates: Sequence[Estimate], at: int | None = None) -> Figure:
     return figure
 
 
-def _draw_bars(axes: Axes, estimates: Sequence[Estimate], scale: int) -> None:
+def _draw_bars(axes: Axes, estimates: Estimates, scale: int) -> None:
     names = [estimate.backend for estimate in estimates]
     bottom = [0.0] * len(names)
     for number, kind in enumerate(KINDS):
@@ -344,7 +347,7 @@ def _draw_bars(axes: Axes, estimates: Sequence[Estimate], scale: int) -> None:
 
 def _draw_peaks(
     axes: Axes,
-    estimates: Sequence[Estimate],
+    estimates: Estimates,
     scale: int,
     color: str,
 ) -> None:
@@ -362,7 +365,7 @@ def _draw_peaks(
     axes.plot(ranks, bounds, ":", color=color, label=f"{name}, lower bound")
 
 
-def _draw_speeds(axes: Axes, estimates: Sequence[Estimate], color: str) -> None:
+def _draw_speeds(axes: Axes, estimates: Estimates, color: str) -> None:
     """Draw the samples per second of one backend over world sizes, and what they would be if nothing was sent more."""
     estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
     first = estimates[0]
@@ -377,7 +380,7 @@ def _draw_speeds(axes: Axes, estimates: Sequence[Estimate], color: str) -> None:
     axes.plot(ranks, perfect, ":", color=color, label=f"{first.backend}, perfect scaling")
 
 
-def _of_padding(estimates: Sequence[Estimate]) -> str:
+def _of_padding(estimates: Estimates) -> str:
     """Return why peaks rise with the ranks, if they do, as the second line of an axis' label."""
     # An engine holds a gathered unit at most twice, as it arrives and as it is used, and a shard: the rest is padding.
     padded = []
@@ -387,10 +390,3 @@ def _of_padding(estimates: Sequence[Estimate]) -> str:
     if not padded:
         return ""
     return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size"
-
-
-def style_axes(axes: Axes, grid: Any = "y") -> None:
-    """Draw a light grid behind, along one axis or ``"both"``, and no frame above and to the right."""
-    axes.grid(True, axis=grid, color="#E6E6E6", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -44,7 +44,10 @@ from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 from fsshard.wrapping import wrap
 
-STEPS = 2  # the optimizer makes its state in the first one; one step is enough after _make_state()
+Arguments = Mapping[str, Any]  # of wrap(), or fields of a recipe, by name
+
+# The optimizer makes its state in the first one; one step is enough after _make_state().
+STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +55,12 @@ class Job:
     """One simulation, as it is sent to the process that runs it."""
 
     source: Any  # what fsshard.recipes.recipe.resolve() makes a recipe of
-    changes: Mapping[str, Any]  # fields of the recipe to replace
+    changes: Arguments  # fields of the recipe to replace
     backend: str
     mesh: tuple[int, ...]  # shape of the ranks of data: (ranks,), or (replicas, shards)
     # Sizes by name of the mesh that recipe.split divides the model over; None: it is not divided.
     whole_mesh: Mapping[str, int] | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of wrap()
+    settings: Arguments = field(default_factory=dict)  # further arguments of wrap()
     device: str = "cpu"  # the device type that it is for: what the optimizer and the allocator would do there
     cpu_offload: bool = False  # count what is left on the device under cpu_offload=True
     average: bool = False  # with an EMA of the weights
@@ -132,7 +135,7 @@ class Trained(NamedTuple):
             _mark_state(self.average.held.state, tracker)
 
 
-def _mark_state(states: Mapping[Any, Mapping[str, Any]], tracker: Tracker) -> None:
+def _mark_state(states: Mapping[Any, Arguments], tracker: Tracker) -> None:
     tracker.mark(list(tensors_in(list(states.values()))), "optimizer state")
 
 
@@ -297,13 +300,13 @@ def _heaviest_rank(trained: Trained, rank: int) -> int:
 def under_backend(
     recipe: Recipe,
     module: nn.Module,
-    settings: Mapping[str, Any],
+    settings: Arguments,
     *,
     fake: bool,
     average: bool = False,
 ) -> Trained:
     """Wrap ``module``, and build its optimizer and the average of its weights. Collective."""
-    arguments: dict[str, Any] = {
+    arguments = {
         "mixed_precision": recipe.precision,
         "activation_checkpointing": recipe.activation_checkpointing,
         **recipe.settings,
@@ -353,7 +356,7 @@ def _run_steps(
     recipe = trained.recipe
     plan = trained.model.plan
     tracker.watch(trained.model.module)
-    usages: list[Usage] = []
+    usages = []
     samples = 0
     for step in range(steps):
         first = step * recipe.accumulate
@@ -424,7 +427,7 @@ def _state_ratio(trained: Trained) -> float:
     parameters = 0
     for parameter in trained.optimizer.state:
         parameters += getattr(parameter, LOCAL_TENSOR, parameter).nbytes
-    states: list[Mapping[str, Any]] = list(trained.optimizer.state.values())
+    states: list[Arguments] = list(trained.optimizer.state.values())
     if trained.average is not None:
         states += trained.average.held.state.values()
     nbytes = 0
@@ -454,7 +457,7 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
     gc.collect()
     with tracker:
         module = recipe.build()
-        arguments: dict[str, Any] = {"backend": job.backend}
+        arguments = {"backend": job.backend}
         if mesh is not None:
             recipe, module, settings = _divided(job, recipe, module, mesh)
             arguments |= settings

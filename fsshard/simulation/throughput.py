@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from fsshard.errors import ConfigurationError
-from fsshard.planning.text import duration
+from fsshard.planning.text import duration, is_count
 from fsshard.simulation.result import Estimate
 
 
@@ -57,7 +57,7 @@ class Throughput:
                 f"Throughput({type(forecast).__name__}): expected fsshard.estimate(model, batch=..., world_size=...), "
                 "for one backend and one number of ranks; a plan has no forward"
             )
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: expected a positive number of steps")
         self._forecast = forecast
         self._ends: deque[float] = deque(maxlen=steps + 1)

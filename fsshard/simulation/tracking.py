@@ -36,15 +36,15 @@ from fsshard.torch_private.modules import CHECKPOINTED
 from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
+# A storage is of the first kind that fits.
+#
+# Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units:
+# whole parameters of an engine that keeps shards, and what they are gathered with. Activations: made in a forward and
+# alive when the backward needs them, or made again for it. Temporaries: all else.
 KINDS = (*HELD, "inputs", "activations", "temporaries")
-"""A storage is of the first kind that fits.
 
-Parameters: as they lie between steps. Gradients: in buckets and in what collectives reduce too. Gathered units: whole
-parameters of an engine that keeps shards, and what they are gathered with. Activations: made in a forward and alive
-when the backward needs them, or made again for it. Temporaries: all else.
-"""
-
-GRANULARITY = {"cuda": 512}  # CUDA's caching allocator hands out multiples of so many bytes
+# CUDA's caching allocator hands out multiples of so many bytes.
+GRANULARITY = {"cuda": 512}
 DEVICE = torch.ops.prim.device.default
 PHASES = ("forward", "backward", "step")
 
@@ -177,19 +177,13 @@ class Tracker(TorchDispatchMode):
             kind = self._kind(life)
             if not offloaded or not self._in_host_memory(life, kind):
                 lives.append((life, kind))
-        # Of each event the change of bytes and their kind; and what was born, if something was.
-        changes: list[tuple[int, int, str, _Life | None]] = []
-        for life, kind in lives:
-            changes.append((life.born, life.nbytes, kind, life))
-            if life.died is not None:
-                changes.append((life.died, -life.nbytes, kind, None))
-        changes.sort(key=lambda change: change[0])
         phases = dict.fromkeys(PHASES, 0)
         alive = dict.fromkeys(KINDS, 0)
         highest = dict.fromkeys(KINDS, 0)
-        births: dict[str, _Life] = {}  # per phase the birth at which most bytes were alive
+        # Per phase the birth at which most bytes were alive.
+        births: dict[str, _Life] = {}
         total = 0
-        for event, change, kind, born in changes:
+        for event, change, kind, born in _changes(lives):
             total += change
             alive[kind] += change
             highest[kind] = max(highest[kind], alive[kind])
@@ -541,6 +535,17 @@ def _tree(module: nn.Module, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
 
 
 WRAPPERS = frozenset({WRAPPED, CHECKPOINTED, "module"})
+
+
+def _changes(lives: Iterable[tuple[_Life, str]]) -> list[tuple[int, int, str, _Life | None]]:
+    """Return of each event the change of bytes and their kind; and what was born, if something was."""
+    changes: list[tuple[int, int, str, _Life | None]] = []
+    for life, kind in lives:
+        changes.append((life.born, life.nbytes, kind, life))
+        if life.died is not None:
+            changes.append((life.died, -life.nbytes, kind, None))
+    changes.sort(key=lambda change: change[0])
+    return changes
 
 
 def _alive_at(lives: Iterable[tuple[_Life, str]], event: int) -> dict[str, int]:

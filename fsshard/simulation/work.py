@@ -17,16 +17,16 @@ from fsshard.nested import leaves as tree_leaves
 from fsshard.torch_private.dispatch import schema_of
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
+# Complex dtype -> the one of the real numbers that are multiplied.
 REAL = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
-"""Complex dtype -> the one of the real numbers that are multiplied."""
+# A complex multiplication and addition is four real ones; torch's formulas count it as one (torch 2.13).
 COMPLEX_PRODUCTS = 4
-"""A complex multiplication and addition is four real ones; torch's formulas count it as one (torch 2.13)."""
+# Operators that take the host as long as recomputing a block does besides its own: random numbers that are kept and
+# restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us). About as long as the hooks and copies of an
+# offloaded block take (0.7 ms for a layer of a transformer in its forward alone).
 RECOMPUTATION = 125
-"""Operators that take the host as long as recomputing a block does besides its own: random numbers that are kept and
-restored, torch's checkpoint (1.2 ms where an operator takes 9.6 us). About as long as the hooks and copies of an
-offloaded block take (0.7 ms for a layer of a transformer in its forward alone)."""
+# Beginnings of the names of operators that hand out memory and leave it as it is.
 UNWRITTEN = ("empty", "new_empty")
-"""Beginnings of the names of operators that hand out memory and leave it as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,20 +176,20 @@ def _lstm_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _lstm(*args, **kwargs)
 
 
+# Names of operators of which torch has no formula (torch 2.13).
 OWN: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), _fft),
     **dict.fromkeys(("mv", "addmv", "addmv_", "dot", "vdot"), _vectors),
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": _lstm_backward,
 }
-"""Names of operators of which torch has no formula (torch 2.13)."""
+# Beginnings of names of operators that compute more than they write, of which nobody has a formula.
 UNKNOWN = ("linalg_", "_linalg_", "cholesky", "lu_", "triangular_solve", "_cdist", "_trilinear", "_cudnn_rnn")
-"""Beginnings of names of operators that compute more than they write, of which nobody has a formula."""
+# Bytes of arguments from which on an estimate says so.
 LARGE = 2**14
-"""Bytes of arguments from which on an estimate says so."""
 _ATTENTION = "_scaled_dot_product_flash_attention"
+# Names of the CPU's attention -> the GPU's, whose formula and arguments in front are the same.
 ON_CPU = {
     f"{_ATTENTION}_for_cpu": getattr(torch.ops.aten, _ATTENTION),
     f"{_ATTENTION}_for_cpu_backward": getattr(torch.ops.aten, f"{_ATTENTION}_backward"),
 }
-"""Names of the CPU's attention -> the GPU's, whose formula and arguments in front are the same."""

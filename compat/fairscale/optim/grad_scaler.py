@@ -60,7 +60,8 @@ class GradScaler(torch.cuda.amp.GradScaler):
         """
         if not self.is_enabled():
             return
-        finish = getattr(optimizer, "finish_gradients", None)  # of OSS: ends what ShardedDataParallel has begun
+        # That of OSS ends what ShardedDataParallel has begun.
+        finish = getattr(optimizer, "finish_gradients", None)
         if finish is not None:
             finish()
         again = is_unscaled(optimizer, self)  # torch's error
@@ -122,7 +123,8 @@ def _values(optimizer: Optimizer) -> Iterator[Tensor]:
             gradient: Any = parameter.grad
             if gradient is None:
                 continue
-            if hasattr(gradient, "to_local"):  # a DTensor of a fully sharded model; the ranks exchange what they find
+            # It is a DTensor of a fully sharded model, whose ranks exchange what they find.
+            if hasattr(gradient, "to_local"):
                 gradient = gradient.to_local()
             if gradient.is_sparse:
                 if gradient.dtype is torch.float16 and not gradient.is_coalesced():

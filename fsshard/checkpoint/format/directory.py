@@ -30,12 +30,16 @@ from fsshard.planning.text import printable
 log = logging.getLogger("fsshard")
 
 PREVIOUS = ".previous"
-OURS = re.compile(rf"({re.escape(INDEX_FILE)}|{RANK_FILE.pattern})(\.\w+)?")  # the files of a checkpoint
+# The files of a checkpoint.
+OURS = re.compile(rf"({re.escape(INDEX_FILE)}|{RANK_FILE.pattern})(\.\w+)?")
 STRAY = re.compile(r"\.(?P<name>.+)\.(partial|old)-[0-9A-Za-z]+", re.DOTALL)
 LOCK = re.compile(r"\.(?P<name>.+)\.lock", re.DOTALL)
-HOLDER = re.compile(r"(process|sweeper) [0-9]+ on (?P<host>.*)", re.DOTALL)  # in a lock file
-SWEEPING = 10.0  # seconds that a save waits for whoever removes things under its name
-DYING = 0.5  # seconds until a child that a killed process had just forked has closed the lock, the first thing it does
+# The text in a lock file.
+HOLDER = re.compile(r"(process|sweeper) [0-9]+ on (?P<host>.*)", re.DOTALL)
+# Seconds that a save waits for whoever removes things under its name.
+SWEEPING = 10.0
+# Seconds until a child that a killed process had just forked has closed the lock, the first thing that it does.
+DYING = 0.5
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
 StrPath = str | os.PathLike[str]
@@ -86,7 +90,8 @@ class CheckpointTarget:
             yield
         finally:
             with suppress(OSError):
-                lock.unlink()  # before the lock is given up, so that nobody can have got this file meanwhile
+                # It goes before the lock is given up, so that nobody can have got this file meanwhile.
+                lock.unlink()
             _held.discard(held)
             os.close(held)
 
@@ -144,14 +149,15 @@ class CheckpointTarget:
             raise CheckpointError(f"the new checkpoint is incomplete, {self.path} is as it was: {error}") from error
         self._check()
         old = self._beside(f"old-{uuid.uuid4().hex}")
-        done: list[tuple[Path, Path]] = []
+        done = []
         try:
             with _errors(f"put the new checkpoint into {self.path}; what was there is as it was"):
                 sync(partial)
                 for source, target in [*self._moves(old), (partial, self.path)]:
                     os.rename(source, target)
                     done.append((source, target))
-                    sync(self._parent)  # the renames reach the disk in this order
+                    # The renames reach the disk in this order.
+                    sync(self._parent)
         except CheckpointError:
             for source, target in reversed(done):
                 with suppress(OSError):
@@ -163,13 +169,15 @@ class CheckpointTarget:
     def _moves(self, old: Path) -> list[tuple[Path, Path]]:
         """List renames that clear the path, and never leave it without a whole checkpoint next to it."""
         if self.path.is_symlink():
-            return [(self.path, old)]  # what it points to is not the checkpoint before, but one of its own
+            # What it points to is not the checkpoint before, but one of its own.
+            return [(self.path, old)]
         if not os.path.lexists(self.path) or not os.listdir(self.path):
             return []  # a rename replaces an empty directory
         if not os.path.lexists(self.previous):
             return [(self.path, self.previous)]
         if not _by_age([self.path]) and _by_age([self.previous]):
-            return [(self.path, old)]  # a damaged one does not push out one that is whole
+            # A damaged one does not push out one that is whole.
+            return [(self.path, old)]
         return [(self.previous, old), (self.path, self.previous)]
 
     def retain(self, keep: int) -> list[Path]:
@@ -190,7 +198,8 @@ class CheckpointTarget:
         try:
             with self.lock():
                 for path in filter(os.path.lexists, (self.previous, self.path)):
-                    gone = self._beside(f"partial-{uuid.uuid4().hex}")  # so that nobody finds it half removed
+                    # It is renamed first, so that nobody finds it half removed.
+                    gone = self._beside(f"partial-{uuid.uuid4().hex}")
                     os.rename(path, gone)
                     _remove(gone)
         except (CheckpointError, OSError) as error:
@@ -204,7 +213,8 @@ def clear(directory: Path, *, but: str = "") -> None:
     with suppress(OSError):
         for lock in filter(None, map(LOCK.fullmatch, os.listdir(directory))):
             if lock["name"] != but:
-                with suppress(OSError, CheckpointError):  # somebody holds it, or the file system has no locks
+                # Somebody may hold it, or the file system has no locks.
+                with suppress(OSError, CheckpointError):
                     _clear_name(directory / lock["name"], directory / lock.string)
 
 
@@ -337,7 +347,8 @@ def _resolved(path: StrPath) -> Path:
     if place.is_symlink():
         place = Path(os.path.realpath(place))
     if os.path.lexists(place / INDEX_FILE):
-        return place  # if something has happened to it, that is to be heard of
+        # If something has happened to it, that is to be heard of.
+        return place
     before = _newest(_versions(place))
     if before is not None:
         _warn("loading %s instead of %s: a save was cut short there", before, place)
@@ -424,7 +435,8 @@ def _check_replaceable(path: Path) -> None:
         path = target
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
-    if os.path.ismount(path):  # told before all is written to a place next to it
+    # It is said before all is written to a place next to it.
+    if os.path.ismount(path):
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")
     names = sorted(os.listdir(path))
     others = [name for name in names if not OURS.fullmatch(name)]
@@ -463,7 +475,8 @@ def sync(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no such thing (some of FUSE, SMB)
+        # Some file systems know no such thing (some of FUSE, SMB).
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-Range = tuple[int, int]  # [start, stop) of the elements of a flattened tensor
+# The elements [start, stop) of a flattened tensor.
+Range = tuple[int, int]
 
-RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")  # the files of a checkpoint next to its index
+# The files of a checkpoint next to its index.
+RANK_FILE = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
 
 
 class Piece(NamedTuple):

@@ -33,16 +33,23 @@ from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, new_file,
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 
+# Names and values, and the same within: what is JSON, or becomes it.
+Tree = dict[str, Any]
+Values = Mapping[str, Any]
+
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, 3)  # in version 2 each tensor lists its pieces
 MAX_BYTES = 1_000_000_000  # of an index
 
 INDEX_FILE = "index.json"
-MANY_FILES = 64  # above so many each rank looks at its share of a checkpoint's files, and keeps no more of them open
-STEP_BYTES = 1 << 19  # held of a tensor that is read in steps; the write that follows finds them in the cache
+# Of more files than these each rank looks at its share, and keeps no more of them open.
+MANY_FILES = 64
+# A tensor is read in steps of so many bytes: the write that follows finds them in the cache.
+STEP_BYTES = 1 << 19
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
-_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')  # of every index that fsshard has written
+# Every index that fsshard has written begins so.
+_HEAD = re.compile(rb'\s*\{\s*"format"\s*:\s*"' + FORMAT.encode() + rb'"')
 _ORDINAL = re.compile(rb'"ordinal"\s*:\s*(\d{1,15})\b')
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(',"sha256":""}') + 64
@@ -89,9 +96,9 @@ class TensorInfo(NamedTuple):
         """Return the bytes of all elements."""
         return self.numel * self.kind.itemsize
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Tree:
         """Return plain values, as the index has them."""
-        value: dict[str, Any] = {"dtype": self.dtype, "shape": self.shape}
+        value = {"dtype": self.dtype, "shape": self.shape}
         if isinstance(self.pieces, Division):
             value["division"] = [self.pieces.ranks, *self.pieces.layout, *self.pieces.spread]
         else:
@@ -99,7 +106,7 @@ class TensorInfo(NamedTuple):
         return value
 
     @classmethod
-    def of(cls, name: str, value: Mapping[str, Any]) -> TensorInfo:
+    def of(cls, name: str, value: Values) -> TensorInfo:
         """Return what :meth:`described` gave, after JSON has had it."""
         info = cls(value["dtype"], tuple(value["shape"]), ())
         if "division" not in value:
@@ -119,7 +126,7 @@ class Origin(NamedTuple):
     world_size: int
     mesh: Mapping[str, int] = MappingProxyType({})  # empty where data is the only dimension, and left out of the text
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Tree:
         """Return plain values, without the mesh where there is none."""
         values = self._asdict()
         del values["mesh"]
@@ -132,7 +139,7 @@ class ModelInfo(NamedTuple):
     """The model's state dict."""
 
     keys: dict[str, str | None]  # key -> name of a tensor or None, in the order of the state dict
-    extra: dict[str, Any]  # key -> tree, for what is no tensor
+    extra: Tree  # key -> tree, for what is no tensor
     dropped: dict[str, str]  # key -> why it is not kept
 
 
@@ -141,7 +148,7 @@ class OptimizerInfo(NamedTuple):
 
     kind: str
     groups: list[Any]
-    state: dict[str, dict[str, Any]]
+    state: dict[str, Tree]
 
 
 @dataclass(frozen=True)
@@ -157,8 +164,8 @@ class Index:
     model: ModelInfo
     tied: dict[str, str] = field(default_factory=dict)  # name -> the first name of the same tensor
     optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)  # by name
-    objects: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"all": tree} or {"per_rank": [...]}
-    rng: dict[str, Any] | None = None  # {"per_rank": [tree, ...]}
+    objects: dict[str, Tree] = field(default_factory=dict)  # name -> {"all": tree} or {"per_rank": [...]}
+    rng: Tree | None = None  # {"per_rank": [tree, ...]}
     # name -> its optimizers, of several models: keys and names of parameters begin with "<name>."; empty for one
     models: dict[str, list[str]] = field(default_factory=dict)
 
@@ -198,7 +205,7 @@ class Index:
         """Return the index of one of several models, with its own keys, names and optimizers; all of the rest."""
         prefix = f"{name}."
 
-        def own(table: Mapping[str, Any]) -> dict[str, Any]:
+        def own(table: Values) -> Tree:
             return {key.removeprefix(prefix): value for key, value in table.items() if key.startswith(prefix)}
 
         tied = {}
@@ -273,7 +280,7 @@ def share_of(index: Index, rank: int, ranks: int) -> list[str]:
     return files if len(files) <= MANY_FILES else files[rank::ranks]
 
 
-def sealed(value: Mapping[str, Any]) -> bytes:
+def sealed(value: Values) -> bytes:
     """Return a JSON object as text, with the digest of that text as its last key."""
     body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()[:-1]
     digest = hashlib.sha256(body).hexdigest()
@@ -300,7 +307,8 @@ def _beginning(directory: str | os.PathLike[str]) -> bytes:
     try:
         with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
             return stream.read(4096)
-    except CorruptCheckpoint:  # there is none, or a link, a pipe or a folder of that name
+    except CorruptCheckpoint:
+        # There is none, or a link, a pipe or a folder of that name.
         return b""
 
 
@@ -391,7 +399,7 @@ def _index(value: Any, whole: bool) -> Index:
 
 def _tensor(
     name: str,
-    value: Mapping[str, Any],
+    value: Values,
     files: Mapping[str, FileEntry],
     nbytes: int,
 ) -> TensorInfo:

@@ -23,7 +23,8 @@ from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
 ID = re.compile(r"[0-9a-f]{32}")  # of a save
-SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path("s3://bucket") has one slash
+# One slash will do: Path("s3://bucket") has no second one.
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 NUMBERED = re.compile(r"(.*?)[0-9]+([^0-9]*)", re.DOTALL)
 
 
@@ -62,7 +63,8 @@ class StoredCheckpoint:
             from fsspec.core import url_to_fs
 
             self._fs, self._root = url_to_fs(self.url)
-            self._fs.invalidate_cache()  # of names that were listed before, in another save
+            # It may know names that were listed before, in another save.
+            self._fs.invalidate_cache()
 
     def _at(self, *names: str) -> str:
         return posixpath.join(self._root, *names)

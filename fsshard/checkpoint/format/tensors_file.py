@@ -24,9 +24,12 @@ from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 MAX_SIZE = 1 << 63
 MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
-CHUNK = 1 << 20  # Small enough that the checksum leaves the bytes in the cache for the write that follows.
-_AHEAD = 8 << 20  # What the disk is told to begin with while the next is written.
-_TRANSFER = 16 << 20  # What is copied from a device at once; less would leave the bus idle.
+# Small enough that the checksum leaves the bytes in the cache for the write that follows.
+CHUNK = 1 << 20
+# What the disk is told to begin with while the next is written.
+_AHEAD = 8 << 20
+# What is copied from a device at once; less would leave the bus idle.
+_TRANSFER = 16 << 20
 _METADATA = "__metadata__"
 Progress = Callable[[int], None]
 
@@ -39,6 +42,7 @@ class Stored(NamedTuple):
     lanes: int = 1  # 2: an element is stored as real and imaginary part, in one more, last dimension of size 2
 
 
+# The header's name of a dtype -> the dtype.
 BY_FILE_NAME = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -60,13 +64,12 @@ BY_FILE_NAME = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""The header's name of a dtype -> the dtype."""
 
 STORED = {dtype: Stored(name, dtype) for name, dtype in BY_FILE_NAME.items()}
 # safetensors 0.8 knows neither of these ("unknown variant `C128`"), so they lie as pairs of reals.
 STORED[torch.complex32] = Stored("F16", torch.float16, 2)
+# Every dtype a checkpoint can hold. Quantized and sub-byte dtypes are none of them.
 STORED[torch.complex128] = Stored("F64", torch.float64, 2)
-"""Every dtype a checkpoint can hold. Quantized and sub-byte dtypes are none of them."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,8 +77,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# The index's name of a dtype -> the dtype.
 BY_NAME = {dtype_name(dtype): dtype for dtype in STORED}
-"""The index's name of a dtype -> the dtype."""
 
 
 class Item(NamedTuple):
@@ -202,7 +205,7 @@ def _header(items: Sequence[Item], metadata: Mapping[str, str]) -> bytes:
 def _tensors(item: Item) -> Iterator[Tensor]:
     """Yield the tensor, or what it is given as, one after the other."""
     data = item.data if isinstance(item.data, Tensor) else item.data()
-    tensors: Iterable[Tensor] = [data] if isinstance(data, Tensor) else data
+    tensors = [data] if isinstance(data, Tensor) else data
     count = 0
     for tensor in tensors:
         count += tensor.numel()
@@ -262,7 +265,8 @@ def parse_json(data: bytes | bytearray, where: str) -> Any:
     """Return the value of UTF-8 JSON; all else, or what is nested too deep for Python, is a CorruptCheckpoint."""
     try:
         return json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:
+        # JSONDecodeError and UnicodeDecodeError are ValueErrors.
         raise CorruptCheckpoint(f"{where}: not valid JSON: {error}") from None
 
 
@@ -308,7 +312,8 @@ class TensorsFile:
             raise CorruptCheckpoint(f"{path}: {size} bytes are too few for a safetensors file")
         self._read(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
-        if length > min(MAX_HEADER, size - len(prefix)):  # before there is room made for it
+        # This is checked before there is room made for it.
+        if length > min(MAX_HEADER, size - len(prefix)):
             raise CorruptCheckpoint(f"{path}: claims a header of {length} bytes; the file has {size}")
         text = bytearray(length)
         self._read(len(prefix), memoryview(text))

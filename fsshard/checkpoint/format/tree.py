@@ -27,7 +27,8 @@ from fsshard.state_objects import SavedObject
 Put = Callable[[str, Tensor], str]
 Get = Callable[[str], Tensor]
 
-MAX_DEPTH = 64  # containers within containers; Python reads JSON that is nested some hundred times deep
+# So deep may containers be nested; Python reads JSON that is nested some hundred times.
+MAX_DEPTH = 64
 _KIND = "$"
 _DTYPES = {dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMPY_NAMES = (
@@ -143,7 +144,8 @@ def _node(value: Any, put: Put, path: str, depth: int) -> Any:
         return nodes
     if kind is not tuple:
         _check_keys(value, path)
-        nodes.sort(key=json.dumps)  # sets of strings come in another order in each process
+        # Sets of strings come in another order in each process.
+        nodes.sort(key=json.dumps)
     return {_KIND: kind.__name__, "v": nodes}
 
 

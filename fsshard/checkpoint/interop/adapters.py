@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import Range
-from fsshard.checkpoint.format.index import Index, some
+from fsshard.checkpoint.format.index import some
 from fsshard.checkpoint.format.tensors_file import Item, new_file, write
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import ConfigurationError
@@ -40,8 +40,9 @@ class MergedReader(TensorReader):
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._last = ("", torch.empty(0))
-        self._parts: dict[str, list[str]] = {}  # the tensor's name -> those of base, A, B and alpha
-        keys: dict[str, str | None] = {}
+        # The tensor's name -> those of base, A, B and alpha.
+        self._parts: dict[str, list[str]] = {}
+        keys = {}
         own = reader.index.model.keys
         for key, tensor in own.items():
             adapter, _, part = key.rpartition(".")
@@ -59,7 +60,7 @@ class MergedReader(TensorReader):
                 instead = "PEFT merges its own: PeftModel.from_pretrained(base, folder).merge_and_unload()"
             raise ConfigurationError(f"merged=True: expected adapters of fsshard.lora, got a model without; {instead}")
         index = reader.index
-        self.index: Index = dataclasses.replace(index, model=index.model._replace(keys=keys))
+        self.index = dataclasses.replace(index, model=index.model._replace(keys=keys))
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: the reader beneath is another's."""
@@ -99,11 +100,8 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     backend = model.backend
     keys = reader.index.model.keys
     trained = []
-    for key in keys:
-        if key not in backend.keys:
-            continue
-        entry = backend.entries[backend.keys[key]]
-        if entry.parameter.requires_grad:
+    for key, name in backend.keys.items():
+        if key in keys and backend.entries[name].parameter.requires_grad:
             trained.append(key)
     # PEFT asks modules for the names in their state dicts.
     with backend.bare() as inner:
@@ -142,9 +140,10 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
         "modules_to_save": beside or None,
         "inference_mode": True,
     }
-    write(folder / PEFT_FILES[0], items, {"format": "pt"})
-    with new_file(folder / PEFT_FILES[1]) as stream:
-        text = json.dumps(config, indent=2) + "\n"
+    weights_file, config_file = PEFT_FILES
+    write(folder / weights_file, items, {"format": "pt"})
+    text = json.dumps(config, indent=2) + "\n"
+    with new_file(folder / config_file) as stream:
         stream.write(memoryview(text.encode()))
 
 
@@ -176,7 +175,7 @@ def _save_by_peft(
             info = index.tensors[tensor_name]
             own[key] = tensor_name
             blank[key] = torch.empty(info.shape, dtype=info.kind, device="meta")
-    whole: dict[str, Tensor] = {}
+    whole = {}
     # Prompts are computed of their encoder's weights, of which a rank may have a part only.
     if inner.peft_config[name].is_prompt_learning:
         whole = {key: reader.tensor(own[key]) for key in trained}
@@ -201,7 +200,7 @@ def _save_by_peft(
 @contextmanager
 def _in_place(inner: nn.Module, whole: dict[str, Tensor]) -> Iterator[None]:
     """Context in which modules have these parameters, by name in the state dict."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before = []
     try:
         for key, tensor in whole.items():
             owner, _, name = key.rpartition(".")

@@ -22,13 +22,14 @@ Awaited = Callable[[torch.dtype, Shape, Callable[[Range], Tensor]], Tensor]
 
 STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODELS = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OTHERS = re.compile(r"(layer_|expp_).*\.pt")  # of pipelines and of mixtures of experts
+# Files of pipelines and of mixtures of experts.
+OTHERS = re.compile(r"(layer_|expp_).*\.pt")
 INSTEAD = "have DeepSpeed's zero_to_fp32.py write the weights, and import those"
 OWN = {"module", "optimizer", "buffer_names", "param_shapes", "shared_params", "ds_config", "ds_version"}
 OWN |= {"frozen_param_shapes", "frozen_param_fragments", "dp_world_size", "mp_world_size", "num_experts"}
 """Keys of a model file that are not the script's, or that are read here."""
+# What DeepSpeed's own Adams keep in their groups; torch's keep the step for each parameter.
 FUSED = {"step", "bias_correction"}
-"""What DeepSpeed's own Adams keep in their groups; torch's keep the step for each parameter."""
 
 
 def zero_folder(path: Path) -> Path | None:
@@ -75,7 +76,7 @@ def read_zero(
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
     """Return the ranks' files in order; None if there is more than one model-parallel rank."""
-    numbers: dict[str, int] = {}
+    numbers = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
@@ -117,8 +118,8 @@ class _ZeroFolder:
         """Return weights, optimizer state, and what the script saved with them."""
         first = self._models[0]
         module: Tree = dict(first["module"])
-        state: Tree = {}
-        groups: list[Tree] = []
+        state = {}
+        groups = []
         for group in self._groups:
             names = []
             for number in group["params"]:
@@ -145,7 +146,7 @@ class _ZeroFolder:
                     lost.append(name)
             if lost:
                 raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
-        tree: Tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
+        tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}
         for key, value in first.items():
             if key not in OWN and value is not None:
                 tree[key] = value
@@ -183,7 +184,7 @@ class _ZeroFolder:
         group: Tree,
     ) -> Tree:
         states = [each.get(number, {}) for each in self._states]
-        state: Tree = {}
+        state = {}
         for key, value in states[0].items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 flats = [each[key] for each in states]
@@ -204,7 +205,7 @@ class _ZeroFolder:
         share = math.ceil(numel / len(flats))
         # The last rank's ends without the padding.
         length = max(flat.numel() for flat in flats)
-        pieces: list[Tensor] = []
+        pieces = []
         count = 0
         for rank, flat in enumerate(flats):
             if self._zero3:
@@ -225,7 +226,7 @@ class _ZeroFolder:
 def _joined(pieces: Sequence[Tensor], wanted: Range) -> Tensor:
     """Read elements [start, stop) of what lies in pieces one after the other."""
     start, stop = wanted
-    parts: list[Tensor] = []
+    parts = []
     for piece in pieces:
         low = max(start, 0)
         high = min(stop, piece.numel())

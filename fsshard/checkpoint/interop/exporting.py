@@ -20,7 +20,7 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
-from fsshard.checkpoint.format.index import Index, some
+from fsshard.checkpoint.format.index import Index, Tree, Values, some
 from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
@@ -29,16 +29,19 @@ from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
 from fsshard.checkpoint.saving import wait_for_saves
 from fsshard.comm.agreement import Channel, batches, exchange
 from fsshard.errors import CheckpointError, ConfigurationError
+from fsshard.planning.text import is_count
 from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 
 FORMATS = ("safetensors", "torch", "dcp", "hf", "peft")
-MAX_SHARD_BYTES = 5_000_000_000  # above it a model is divided into several files, as on the Hugging Face Hub
+# A larger model is divided into several files, as on the Hugging Face Hub.
+MAX_SHARD_BYTES = 5_000_000_000
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
-AVERAGES = parts.class_name(Averages)  # of weights: in a checkpoint the state of an optimizer of this class
+# Averages of weights are, in a checkpoint, the state of an optimizer of this class.
+AVERAGES = parts.class_name(Averages)
 
 
 def export(
@@ -93,7 +96,7 @@ def export(
     refuse_url(os.fspath(file))
     path = Path(os.path.expanduser(file))
     format = _format(path, format)
-    if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes <= 0:
+    if not is_count(max_shard_bytes):
         raise ConfigurationError(f"max_shard_bytes={max_shard_bytes!r}: expected a positive number of bytes")
     if (optimizer is not False and format not in ("torch", "dcp")) or (config is not None and format != "hf"):
         raise ConfigurationError(f"format={format!r}: optimizer= goes with 'torch' and 'dcp', config= with 'hf'")
@@ -221,7 +224,7 @@ class _Export:
     overwrite: bool
     merged: bool = False
     model: ShardedModule | None = None  # which is exported, if no checkpoint is
-    config: dict[str, Any] = field(default_factory=dict)  # for "hf"
+    config: Tree = field(default_factory=dict)  # for "hf"
 
     @property
     def directory(self) -> Path:
@@ -274,7 +277,8 @@ class _Export:
         """Give the files their names."""
         paths = [self.directory / name for name in names]
         for path in paths:
-            if self.format == "dcp" and path.exists():  # a rename replaces no directory that has files
+            # A rename replaces no directory that has files.
+            if self.format == "dcp" and path.exists():
                 os.rename(path, folder / f"{path.name}.old")
             os.replace(folder / path.name, path)
         for path in stale:
@@ -292,13 +296,13 @@ class _Export:
         stem = single.removesuffix(".safetensors")
         index = f"{stem}.safetensors.index.json"
         files = [single]
-        texts: dict[str, Any] = {}
+        texts = {}
         if len(shards) > 1:
             files = []
             for n in range(1, len(shards) + 1):
                 files.append(f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors")
             total = sum(tensors[tensor].nbytes for tensor in weights.values())
-            file_of_key: dict[str, str] = {}
+            file_of_key = {}
             for file, shard in zip(files, shards, strict=True):
                 file_of_key.update(dict.fromkeys(shard, file))
             weight_map = dict(sorted(file_of_key.items()))
@@ -335,7 +339,7 @@ class _Export:
 
         index = reader.index
         name = self.path.name
-        value: dict[str, Any] = {}
+        value: Tree = {}
         for key, tensor in index.model.keys.items():
             if tensor is not None:
                 value[key] = Placeholder(tensor, index.tensors[tensor])
@@ -377,7 +381,7 @@ class _Export:
 def _state_by_name(
     reader: TensorReader,
     optimizer: str,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Values],
 ) -> dict[Any, Any]:
     """Return the state of an optimizer's parameters by name, with placeholders for tensors."""
     from fsshard.checkpoint.interop.torch_formats import Placeholder
@@ -385,10 +389,10 @@ def _state_by_name(
     index = reader.index
     trees = index.optimizers[optimizer].state
     tensors = index.optimizer_tensors(optimizer)
-    state: dict[Any, Any] = {}
+    state = {}
     for group in groups:
         for name in group["params"]:
-            item: dict[str, Any] = {}
+            item = {}
             for key, node in trees.get(name, {}).items():
                 if key != parts.ORDERS:
                     item[key] = reader.tree(node)
@@ -399,7 +403,7 @@ def _state_by_name(
     return state
 
 
-def _numbered(state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[Any, Any]:
+def _numbered(state: Values, groups: Sequence[Tree]) -> dict[Any, Any]:
     """Number the parameters in the order of the groups, as torch's optimizers do, in these groups too."""
     numbers: dict[str, int] = {}
     for group in groups:
@@ -415,8 +419,8 @@ def _numbered(state: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dic
 def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties."""
     first_keys: dict[str, str] = {}
-    weights: dict[str, str] = {}
-    tied: dict[str, str] = {}
+    weights = {}
+    tied = {}
     for key, tensor in index.model.keys.items():
         if tensor is None:
             raise CheckpointError(f"format={format!r} holds tensors only, and {key!r} is not one; use format='torch'")
@@ -434,7 +438,7 @@ def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
     return weights, tied
 
 
-def _config(given: Any) -> dict[str, Any]:
+def _config(given: Any) -> Tree:
     """Return a model's configuration as JSON has it."""
     config: Any = None
     try:
@@ -475,7 +479,8 @@ class LiveReader(PieceReader):
         self._group = settings.everyone
         self._rank = settings.overall_rank
         self._device = settings.device
-        controller_of(model).buffers.sync()  # rank 0's count, as in a state dict
+        # Rank 0's buffers count, as in a state dict.
+        controller_of(model).buffers.sync()
         models = {"": model}
 
         def collected() -> parts.Collected:
@@ -540,7 +545,8 @@ class LiveReader(PieceReader):
             at, low, high = request.tolist()
             if at < 0:
                 return
-            part = self._slice(names[at], low, high).to(self._device)  # a step's count is on the CPU
+            # A step's count is on the CPU.
+            part = self._slice(names[at], low, high).to(self._device)
             dist.send(_bytes(part), group=self._group, group_dst=0)
 
 

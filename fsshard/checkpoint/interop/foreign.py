@@ -23,21 +23,25 @@ from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
+Names = dict[str, str]  # of what is tied, or of files, by name
+
 log = logging.getLogger("fsshard")
 KINDS = ("safetensors", "hf", "torch", "dcp", "deepspeed", "neuralop")
 
 MAX_INDEX = 100_000_000
 HF_INDEXES = re.compile(r".+\.(safetensors|bin)\.index\.json")
 HF_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+# What the Trainer of transformers and Accelerate's save_state put beside the weights.
 HF_PARTS = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "scaler.pt")
-"""What the Trainer of transformers and Accelerate's save_state put beside the weights."""
 STATE_FILES = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".ckpt")
 NEURALOP_MODEL = "_state_dict.pt"
 NEURALOP_PARTS = ("optimizer", "scheduler", "regularizer")
 ZIP = b"PK\x03\x04"
 PICKLE = b"\x80"
-READER = "_fsshard_reader"  # attribute of a tensor of the tree that is still to be read: a function of a range
-Tree = dict[Any, Any]  # dicts and lists of values and tensors, as they were saved
+# Attribute of a tensor of the tree that is still to be read: a function of a range.
+READER = "_fsshard_reader"
+# Dicts and lists of values and tensors, as they were saved.
+Tree = dict[Any, Any]
 
 
 def foreign(path: str | os.PathLike[str]) -> str | None:
@@ -54,7 +58,8 @@ def foreign(path: str | os.PathLike[str]) -> str | None:
         if path.is_file():
             return _kind_of_file(path)
         return None
-    except (OSError, TypeError, ValueError):  # whoever reads it then says what is wrong with the path
+    except (OSError, TypeError, ValueError):
+        # Whoever reads it then says what is wrong with the path.
         return None
 
 
@@ -65,7 +70,8 @@ def _kind_of_directory(path: Path) -> str | None:
     if ".metadata" in names:
         return "dcp"
     if any((path / name / INDEX_FILE).is_file() for name in names):
-        return None  # checkpoints of ours, and what was exported next to them
+        # These are checkpoints of ours, and what was exported next to them.
+        return None
     if zero_folder(path) is not None:
         return "deepspeed"
     if any(name in HF_FILES or HF_INDEXES.fullmatch(name) for name in names):
@@ -123,13 +129,13 @@ def awaited(
     return tensor
 
 
-def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, dict[str, str]]:
+def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) -> tuple[Tree, Names]:
     """Open another program's checkpoint, of the ``kind`` that :func:`foreign` said; ``files`` closes what stays open.
 
     Returns the tree; and key -> the key under which the same tensor was saved, where the format ties keys by name.
     A CheckpointError says that it must be unpickled, which runs whatever code it asks for, and is not trusted.
     """
-    tied: dict[str, str] = {}
+    tied: Names = {}
     try:
         if kind == "safetensors":
             return _safetensors(path, files, tied), tied
@@ -141,7 +147,7 @@ def open_tree(path: Path, kind: str, files: ExitStack, *, trust_pickle: bool) ->
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
+def _safetensors(path: Path, files: ExitStack, tied: Names) -> Tree:
     # The Hub's cache holds links, which a checkpoint of ours may not.
     file = files.enter_context(TensorsFile(os.path.realpath(path)))
     for key, first in file.metadata.items():
@@ -158,11 +164,11 @@ def _safetensors(path: Path, files: ExitStack, tied: dict[str, str]) -> Tree:
     return tree
 
 
-def _hf(path: Path, files: ExitStack, tied: dict[str, str], trust_pickle: bool) -> Tree:
+def _hf(path: Path, files: ExitStack, tied: Names, trust_pickle: bool) -> Tree:
     names = {entry.name for entry in os.scandir(path)}
     indexes = [name for name in names if HF_INDEXES.fullmatch(name)]
     indexes.sort(key=lambda name: ".bin." in name)
-    file_of: dict[str, str] = {}
+    file_of = {}
     if indexes:
         file_of = _weight_map(path / indexes[0])
     weights = list(dict.fromkeys(file_of.values()))
@@ -201,7 +207,7 @@ def _tell_what_is_left(path: Path, names: set[str]) -> None:
         log.warning("%s: not read are %s", path, ", ".join(left))
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> Names:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         value = parse_json(stream.read(MAX_INDEX), str(index))
     files: Any = None
@@ -211,7 +217,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in names:
         if not _is_file_name(name):
             raise CorruptCheckpoint(f"{index}: has no weight_map of keys to files next to it, but {name!r:.100}")
-    return cast(dict[str, str], files)
+    return cast(Names, files)
 
 
 def _is_file_name(name: object) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsshard.checkpoint.format.index import Tree
 from fsshard.errors import ConfigurationError, StateDictError
 from fsshard.oss.partitioned import local_optimizer
 from fsshard.sharded.module import ShardedModule
@@ -17,15 +18,17 @@ from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
 from fsshard.torch_private.fsdp1 import WRAPPED
 from fsshard.torch_private.modules import CHECKPOINTED, COMPILED
 
-PREFIX = "module."  # before every name of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel
+# Names of DistributedDataParallel, DataParallel and FairScale's ShardedDataParallel begin with it.
+PREFIX = "module."
+# Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in.
 WRAPPERS = frozenset({WRAPPED, "_fpw_module", COMPILED, CHECKPOINTED})
-"""Parts of names that FSDP1, FairScale's FSDP, torch.compile and activation checkpointing put in."""
 
-Mismatches = dict[str, tuple[object, object]]  # name -> what was expected, and what was got
+# Name -> what was expected, and what was got.
+Mismatches = dict[str, tuple[object, object]]
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
+# What was taken off the names of a state dict, and the rest.
 Variant = tuple[str, dict[str, Any]]
-"""What was taken off the names of a state dict, and the rest."""
 
 
 def clean_path(path: str) -> str:
@@ -41,7 +44,7 @@ def path_below(path: str, name: str) -> str:
     return name
 
 
-def plain_names(model: ShardedModule, state: State) -> dict[str, Any]:
+def plain_names(model: ShardedModule, state: State) -> Tree:
     """Return a model's state dict without the prefixes of wrappers; a shared weight under all its names.
 
     Raises:
@@ -121,7 +124,7 @@ def whole_state(
     names: Names | None,
     *,
     strict: bool,
-) -> dict[str, Any]:
+) -> Tree:
     """Return states of optimizers that number their parameters as one by name, in this optimizer's groups.
 
     ``names`` are those of each group where the states do not say; ``strict`` raises where a part has no state.
@@ -139,7 +142,7 @@ def whole_state(
     if not groups:
         raise StateDictError("an optimizer state without groups")
     named = _names_of_groups(optimizer, states, groups, names)
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Tree] = {}
     for index, (group, members) in enumerate(zip(groups, named, strict=True)):
         numbers = group["params"]
         if len(members) != len(numbers):
@@ -148,7 +151,8 @@ def whole_state(
         for number, name in zip(numbers, members, strict=True):
             item = state_of_group[index].get(number)
             if not item:
-                continue  # FairScale's load_state_dict leaves {} for what another rank owns
+                # FairScale's load_state_dict leaves {} for what another rank owns.
+                continue
             by_name[name] = {}
             for key, value in item.items():
                 by_name[name][key] = _one_value(name, key, value)
@@ -228,7 +232,8 @@ def _names_of_groups(
                 "this state is of an FSDP model with several wrapped modules, which number the parameters by module; "
                 "pass names=fsdp_names(model, units) with the wrapped modules' names, or names_in_metadata(metadata)"
             )
-        return [list(optimizer.model.backend.entries)]  # one flat parameter is in the model's order
+        # The one flat parameter has the model's order.
+        return [list(optimizer.model.backend.entries)]
     if len(states) > 1:
         raise ConfigurationError("several optimizer states need names=: which parameters each group of each one had")
     expected = [group["params"] for group in groups_by_name(optimizer)]
@@ -281,7 +286,7 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     raise StateDictError("optimizer state", mismatched=sizes)
 
 
-def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> None:
+def _check_complete(optimizer: ShardedOptimizer, state: State) -> None:
     """Raise where trainable parameters have no state: a consolidation lost ranks, or they never had a gradient."""
     missing = []
     for entry in optimizer.entries:
@@ -295,14 +300,14 @@ def _check_complete(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> No
         )
 
 
-def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[dict[str, Any]]:
+def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]) -> list[Tree]:
     """Put the old hyper-parameters into this optimizer's groups."""
     hyper_of = {}
     for hyper, names in old:
         for name in names:
             hyper_of[name] = hyper
     missing = []
-    wrong: Mismatches = {}
+    wrong = {}
     regrouped = []
     for index, group in enumerate(groups_by_name(optimizer)):
         theirs = []
@@ -334,9 +339,9 @@ def _other_settings(first: State, other: State, index: int) -> Mismatches:
 
 def _as_this_torch(
     optimizer: ShardedOptimizer,
-    state: Mapping[str, dict[str, Any]],
-    groups: list[dict[str, Any]],
-) -> dict[str, Any]:
+    state: Mapping[str, Tree],
+    groups: list[Tree],
+) -> Tree:
     """Let the optimizer class itself bring a state of older releases to what it works with now."""
     # FSDP's gather_full_optim_state_dict and torch before 1.12 hold Adam's step as a number, where torch 2.13 asserts a
     # tensor; groups of older releases lack newer hyper-parameters. load_state_dict of a torch optimizer puts both
@@ -352,11 +357,11 @@ def _as_this_torch(
     for group in groups:
         members.append([empty[name] for name in group["params"]])
     plain = _plain_optimizer(optimizer, members)
-    numbered_state: dict[int, dict[str, Any]] = {}
-    awaited: dict[str, dict[str, Any]] = {}
+    numbered_state = {}
+    awaited: dict[str, Tree] = {}
     for name, item in state.items():
         awaited[name] = {}
-        present: dict[str, Any] = {}
+        present: Tree = {}
         for key, value in item.items():
             # What is on the meta device stands for a tensor that is still to be read, and stays as it is.
             is_awaited = isinstance(value, Tensor) and value.is_meta

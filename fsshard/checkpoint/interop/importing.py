@@ -31,6 +31,8 @@ from fsshard.checkpoint.format.index import (
     OptimizerInfo,
     Origin,
     TensorInfo,
+    Tree,
+    Values,
     write_index,
 )
 from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
@@ -56,11 +58,11 @@ UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say
 FILE = rank_file(0, 1)
 DEPTH = 4  # of a state dict in the tree, at the most
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
+# Map other programs' names of objects to those of fsshard.load.
 OBJECTS = {
     **dict.fromkeys(("lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict"), "scheduler"),
     **dict.fromkeys(("grad_scaler", "scaler_state_dict", "grad_scaler_state_dict"), "scaler"),
 }
-"""Map other programs' names of objects to those of fsshard.load."""
 
 TELL_NOTHING = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 TELL_NOTHING |= {"initial_lr", "max_lr", "min_lr"}
@@ -121,14 +123,19 @@ class ForeignReader(TensorReader):
         with ExitStack() as files:
             self._tree, self._tied = open_tree(path, kind, files, trust_pickle=trust_pickle)
             self._files = files.pop_all()
-        self._values: dict[Any, Tensor] = {}  # what has been read whole: there can be any number of references to it
-        self.tensors: dict[str, Tensor] = {}  # our name -> tensor of the tree
-        self.keys: dict[str, str | None] = {}  # state-dict key -> name, or None
-        self.extra: dict[str, Any] = {}  # state-dict key -> what is no tensor
-        self.optimizers: dict[str, OptimizerInfo] = {}  # with what of the state is no tensor
-        self.objects: dict[str, Any] = {}  # whatever else
+        # What has been read whole: there can be any number of references to it.
+        self._values: dict[Any, Tensor] = {}
+        # Our name -> tensor of the tree.
+        self.tensors: dict[str, Tensor] = {}
+        # State-dict key -> name, or None.
+        self.keys: dict[str, str | None] = {}
+        self.extra: Tree = {}  # state-dict key -> what is no tensor
+        # Each has what of its state is no tensor.
+        self.optimizers: dict[str, OptimizerInfo] = {}
+        self.objects: Tree = {}  # whatever else
         self._model_place: Place = ()
-        self._prefix = ""  # before every name of the state dict, and taken off
+        # Every name of the state dict begins with it; it is taken off.
+        self._prefix = ""
         self._optimizer_nodes: dict[Place, dict[Any, Any]] = {}
         for place, node in _mappings(self._tree):
             if _is_optimizer(node):
@@ -210,13 +217,15 @@ class ForeignReader(TensorReader):
             plain = plain_names(model, state)
             if self._prefix.replace("module.", ""):
                 log.warning("%s: %r, which begins every name, is taken off", self.directory, self._prefix)
-        by_memory: dict[Any, str] = {}  # what was saved over the same memory shares a tensor
+        # What was saved over the same memory shares a tensor.
+        by_memory: dict[Any, str] = {}
         for name, value in plain.items():
             if isinstance(value, Tensor):
                 tensor = by_memory.setdefault(_memory_of(value), f"model/{name}")
                 self.keys[name] = tensor
                 self.tensors.setdefault(tensor, value)
-            elif name != NEURALOP_ARGUMENTS:  # a constructor's arguments in neuralop's state dicts; no weight
+            elif name != NEURALOP_ARGUMENTS:
+                # neuralop's state dicts have a constructor's arguments, too, which are no weight.
                 self.keys[name] = None
                 self.extra[name] = value
         if model is not None:
@@ -225,7 +234,7 @@ class ForeignReader(TensorReader):
             if self.keys.get(first) is not None:
                 self.keys.setdefault(name, self.keys[first])
 
-    def _plain_without_model(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _plain_without_model(self, state: Tree) -> Tree:
         """Return the state dict without DDP's prefix; say which one all its names still begin with."""
         *_, (self._prefix, plain) = unprefixed(state)
         *_, (common, _) = unprefixed(plain, "")
@@ -235,15 +244,16 @@ class ForeignReader(TensorReader):
             log.warning("%s: %r begins every name; %s takes it off", self.directory, common, option)
         return plain
 
-    def _state_dicts(self) -> dict[Place, dict[str, Any]]:
+    def _state_dicts(self) -> dict[Place, Tree]:
         """Return by place what can be a state dict: dicts of tensors by text, and of nested ones the largest."""
-        places: dict[Place, dict[str, Any]] = {}
+        places = {}
         for place, node in _mappings(self._tree):
             if any(_is_below(place, outer) for outer in self._optimizer_nodes):
                 continue
             if _count_tensors(node) and all(isinstance(key, str) for key in node):
                 places[place] = node
         sizes = {place: _count_tensors(node) for place, node in places.items()}
+        # Of a dict within another one the one with more tensors is the state dict.
         for outer in sizes:
             for inner in list(places):
                 if inner == outer or not _is_below(inner, outer):
@@ -309,7 +319,7 @@ class ForeignReader(TensorReader):
     def _check_numbers(
         self,
         key: str | None,
-        state: Mapping[str, Any],
+        state: Values,
     ) -> None:
         """Raise for one file of several that DeepSpeed wrote, and where all tensors are empty."""
         is_deepspeeds = self._kind == "torch" and "ds_version" in self._tree
@@ -318,6 +328,7 @@ class ForeignReader(TensorReader):
                 f"{self.directory} is one file of a DeepSpeed checkpoint, whose numbers are in *_optim_states.pt; pass "
                 f"their folder, {self.directory.absolute().parent}"
             )
+        # Under ZeRO-3 a model's own state dict has tensors without elements.
         sizes = []
         for value in state.values():
             if isinstance(value, Tensor):
@@ -332,7 +343,8 @@ class ForeignReader(TensorReader):
         for place, node in nodes.items():
             if place:
                 by_name[str(place[-1])] = node
-        if not all(name in by_name for name in optimizers):  # then in their order, where there are as many
+        # They are taken in their order then, where there are as many.
+        if not all(name in by_name for name in optimizers):
             if len(optimizers) != len(nodes):
                 names = [_dotted(place) or "itself" for place in nodes]
                 places = ", ".join(names) or "none"
@@ -355,7 +367,7 @@ class ForeignReader(TensorReader):
             kind = class_name(optimizer.optimizer_class)
             self._put_optimizer(name, kind, state["param_groups"], state["state"])
 
-    def _own_names(self, group: Mapping[str, Any]) -> list[Any]:
+    def _own_names(self, group: Values) -> list[Any]:
         """Return the names of a group's parameters as the model's are read, or their numbers."""
         own_names = []
         for name in group.get("param_names", group["params"]):
@@ -364,7 +376,7 @@ class ForeignReader(TensorReader):
             own_names.append(name)
         return own_names
 
-    def _names_parameters(self, node: Mapping[str, Any]) -> bool:
+    def _names_parameters(self, node: Values) -> bool:
         """Return whether an optimizer's state has names for its parameters, and not numbers."""
         names = []
         for group in node["param_groups"]:
@@ -376,9 +388,9 @@ class ForeignReader(TensorReader):
         name: str,
         kind: str,
         groups: list[Any],
-        state: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Values],
     ) -> None:
-        small: dict[str, dict[str, Any]] = {}
+        small: dict[str, Tree] = {}
         for parameter, item in state.items():
             small[parameter] = {}
             for key, value in item.items():
@@ -398,8 +410,8 @@ class ForeignReader(TensorReader):
                     "which is which: load it with fsshard.load(path, model, optimizer) and save that, or leave "
                     "optimizer states out (optimizer=False, --no-optimizer)"
                 )
-            groups: list[Any] = []
-            state: dict[str, Any] = {}
+            groups = []
+            state = {}
             for group in node["param_groups"]:
                 names = self._own_names(group)
                 hyper = {}
@@ -443,7 +455,8 @@ class ForeignReader(TensorReader):
         for name, value in list(self.objects.items()):
             try:
                 self.objects[name] = tree(value, f"objects/{name}")
-            except CheckpointError as error:  # objects of somebody's classes; the model and its optimizers have none
+            except CheckpointError as error:
+                # Objects of somebody's classes; the model and its optimizers have none.
                 log.warning("%s: %r is left out: %s", self.directory, name, error)
                 del self.objects[name]
 
@@ -459,7 +472,8 @@ class ForeignReader(TensorReader):
         sizes = [(file.name, file.stat().st_size) for file in files]
         seen = repr([sizes, infos])
         self.index = Index(
-            id=hashlib.sha256(seen.encode()).hexdigest(),  # the same on all ranks that see the same
+            # It is the same on all ranks that see the same.
+            id=hashlib.sha256(seen.encode()).hexdigest(),
             # Saves of this run come after whatever is there: loading tells them this number.
             ordinal=newest_ordinal(path.absolute().parent),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -508,7 +522,7 @@ def _without(node: Any, places: Sequence[Place]) -> Any:
     if not places:
         return node
     items = node.items() if isinstance(node, dict) else enumerate(node)
-    rest: dict[Any, Any] = {}
+    rest = {}
     for key, value in items:
         below = []
         for first, *rest_of_place in places:
@@ -535,7 +549,7 @@ def _memory_of(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def _count_tensors(node: Mapping[str, Any]) -> int:
+def _count_tensors(node: Values) -> int:
     return sum(isinstance(value, Tensor) for value in node.values())
 
 
@@ -558,11 +572,11 @@ def _is_nested(node: Mapping[Any, Any]) -> bool:
 
 def _unflattened(
     optimizer: ShardedOptimizer,
-    node: Mapping[str, Any],
+    node: Values,
     prefix: str,
-) -> dict[str, Any]:
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+) -> Tree:
+    state: dict[str, Tree] = {}
+    groups: dict[str, Tree] = {}
     for path, value in node.items():
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")

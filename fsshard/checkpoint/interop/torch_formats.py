@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsshard.checkpoint.format.division import Range
-from fsshard.checkpoint.format.index import TensorInfo
+from fsshard.checkpoint.format.index import TensorInfo, Tree
 from fsshard.checkpoint.format.tensors_file import dtype_name, open_regular
 from fsshard.checkpoint.interop.pickles import needs_trust, stand_in
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.torch_private.tensors import layout_by_name
 
-ALIGNMENT = 64  # bytes, where records of a file begin, so that it can be mapped (torch 2.13's own)
+# Bytes to which records of a file are aligned, so that it can be mapped (torch 2.13's own).
+ALIGNMENT = 64
 FOLDER = "archive"
 DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -96,6 +97,7 @@ def _record(
             record.write(piece)
 
 
+# The class that a file names for the storage of a dtype; other dtypes have none.
 STORAGE_CLASSES = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -110,7 +112,6 @@ STORAGE_CLASSES = {
     torch.uint8: "ByteStorage",
     torch.bool: "BoolStorage",
 }
-"""The class that a file names for the storage of a dtype; other dtypes have none."""
 
 
 class _Storage(NamedTuple):
@@ -123,8 +124,10 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.storages: dict[int, tuple[str, TensorInfo]] = {}  # by their numbers, in order
-        self.held: dict[str, list[Tensor]] = {}  # the numbers of tensors that stood in the value
+        # By their numbers, in order.
+        self.storages: dict[int, tuple[str, TensorInfo]] = {}
+        # The numbers of tensors that stood in the value.
+        self.held: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -159,7 +162,7 @@ class _Pickler(pickle.Pickler):
 
 def write_dcp(
     path: Path,
-    value: dict[str, Any],
+    value: Tree,
     reader: TensorReader,
 ) -> None:
     """Write what ``torch.distributed.checkpoint.save(value)`` would; placeholders stand for the reader's tensors."""
@@ -169,7 +172,8 @@ def write_dcp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that one process saves alone
             dcp.save(planner.without_numbers(value), storage_writer=writer, planner=planner, no_dist=True)
-    except dcp.CheckpointException as error:  # of torch 2.13, derived from BaseException
+    except dcp.CheckpointException as error:
+        # In torch 2.13 it derives from BaseException.
         failures = [str(failure[0]) for failure in error.failures.values()]
         raise CheckpointError(f"cannot write {path}: {'; '.join(failures)}") from error
 
@@ -180,7 +184,8 @@ class _ReadingPlanner(DefaultSavePlanner):
     def __init__(self, reader: TensorReader) -> None:
         super().__init__()
         self._reader = reader
-        self._names: dict[int, str] = {}  # by the ids of the tensors without numbers, which the state dict keeps alive
+        # By the ids of the tensors without numbers, which the state dict keeps alive.
+        self._names: dict[int, str] = {}
 
     def without_numbers(self, value: Any) -> Any:
         """Return the value with tensors on the meta device in the place of placeholders."""
@@ -205,7 +210,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         return flat.reshape(value.shape)
 
 
-PLAIN: dict[str, Any] = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+PLAIN: Tree = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 PLAIN["collections.OrderedDict"] = collections.OrderedDict
 PLAIN["torch.Size"] = torch.Size
 PLAIN["torch.serialization._get_layout"] = layout_by_name
@@ -217,7 +222,7 @@ OF_DCP |= {"TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"}
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        self._own: dict[str, Any] = {}
+        self._own: Tree = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
@@ -227,7 +232,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         if not module.startswith("torch.distributed.checkpoint.") or name not in OF_DCP:
             raise pickle.UnpicklingError(f"{module}.{name}")
         known = super().find_class(module, name)
-        if name.startswith("_MEM"):  # an enum, of which there is no other class
+        # It is an enum, of which there is no other class.
+        if name.startswith("_MEM"):
             return known
         # A pickle can set attributes of classes, too: those of a class that is dropped with it.
         return self._own.setdefault(name, type(name, (known,), {}))
@@ -262,13 +268,14 @@ class DcpDirectory:
             raise
         except pickle.UnpicklingError as error:
             raise needs_trust(self._path, error) from None
-        except Exception as error:  # whatever unpickling, torch.load and DCP's own asserts raise
+        except Exception as error:
+            # Unpickling, torch.load and DCP's own asserts raise whatever they like.
             raise CorruptCheckpoint(f"{self._path}: {type(error).__name__}: {error}") from error
 
     def tree(
         self,
         awaited: Awaited,
-    ) -> dict[str, Any]:
+    ) -> Tree:
         """Return what was saved, nested as it was, with ``awaited`` for tensors that are no single numbers."""
         tree: dict[Any, Any] = {}
         places = self._metadata.planner_data or {}
@@ -306,8 +313,8 @@ class DcpDirectory:
         start, stop = wanted
         if stop <= start:
             return torch.empty(0, dtype=dtype)
-        offsets: list[int] = []
-        lengths: list[int] = []
+        offsets = []
+        lengths = []
         before = 0  # elements of the rows before
         if info.size:
             _, *row = info.size

@@ -33,8 +33,8 @@ from fsshard.parity.scripts.store import ScriptTrace
 
 FAIRSCALE = "ShardedDataParallel"
 Steps = Sequence[int]
+# Name of a copy of the weights -> its digests.
 Copies = dict[str, set[str]]
-"""Name of a copy of the weights -> its digests."""
 
 
 def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = False) -> list[str]:
@@ -44,7 +44,7 @@ def causes(old: ScriptTrace, new: ScriptTrace, steps: Steps, *, same: bool = Fal
     """
     if same:
         return _by_step([*FACTS, groups, backwards, losses], old, new, steps)
-    compared: list[Tell] = [samples, computed, means, *FACTS, groups, backwards, states]
+    compared = [samples, computed, means, *FACTS, groups, backwards, states]
     fairscale = [one for one in (old, new) if _is_fairscale(one)]
     if not fairscale:
         # FairScale leaves a rank its own gradient of what another rank updates.

@@ -16,17 +16,18 @@ from fsshard.parity.scripts.causes import averages, causes, first, ranks_apart
 from fsshard.parity.scripts.names import align_names
 from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
 from fsshard.parity.scripts.store import Record, ScriptTrace, Sketches, read_tensor, tensor_file
-from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace
+from fsshard.parity.trace import INITIAL, RankTrace, Step, Texts, Trace
 from fsshard.parity.trace import changes as changes_of_environment
 from fsshard.planning.text import counted
 
+# Quantities whose numbers make the verdict, beside the facts of step_causes.py.
 DECIDING = ("initial weight", "weight", "state", "buffer")
-"""Quantities whose numbers make the verdict, beside the facts of step_causes.py."""
 HINT = (
     "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
     "otherwise bound it; record it with fsshard trace --repeat 8"
 )
-LEAST_REPEATS = 4  # the largest distance among fewer runs says too little about the next one's
+# The largest distance among fewer runs says too little about the next one's.
+LEAST_REPEATS = 4
 ByQuantity = dict[str, Sketches]
 MOST_RENAMED = 4  # lines of names that moved
 
@@ -39,7 +40,7 @@ class ScriptReport:
     verdict: str  # "exact", "bound" or "different"
     steps: list[int]  # numbers of those that were compared
     causes: list[str]  # what else differs, up to the first step whose weights do; of a same training what does in vain
-    renamed: dict[str, str]  # parameters of the old script -> their names in the new one
+    renamed: Texts  # parameters of the old script -> their names in the new one
     report: ParityReport  # all differences, as of any comparison
     looked_at: str = ""  # what the verdict is over, and what it is not
     hint: str = ""  # how to find out whether it is rounding, if nothing else is known to differ
@@ -115,7 +116,7 @@ def compare_scripts(
         ConfigurationError: there are too few repeats, or no step that both have recorded.
     """
     before = ScriptTrace.load(old)
-    draws: list[ScriptTrace] = []
+    draws = []
     if not exactly:
         draws += before.repeats
         draws += map(ScriptTrace.load, repeats)
@@ -165,7 +166,7 @@ def _check_repeats(pair: Pair, draws: Sequence[ScriptTrace]) -> None:
 # ------------------------------------------------------------------------------------------------------------- numbers
 
 
-def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: dict[str, str]) -> Cell:
+def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: Texts) -> Cell:
     """Return the verdict on all steps, by the comparator of recorded trainings."""
     old = _as_trace(pair.old, pair)
     new = _as_trace(pair.new, pair)
@@ -207,7 +208,7 @@ def _unequal(report: StepReport) -> StepReport:
     return replace(report, differences=unequal)
 
 
-def _in_script(parting: Divergence, pair: Pair, renamed: dict[str, str]) -> Divergence:
+def _in_script(parting: Divergence, pair: Pair, renamed: Texts) -> Divergence:
     """Return it by the script's own number of the step, and with the elements, where tensors are kept."""
     step = pair.steps[parting.step]
     kept_at = INITIAL if parting.quantity == "initial weight" else step
@@ -268,7 +269,7 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def _report(pair: Pair, cell: Cell, renamed: dict[str, str], *, rounds: bool) -> ScriptReport:
+def _report(pair: Pair, cell: Cell, renamed: Texts, *, rounds: bool) -> ScriptReport:
     report = ParityReport(
         recipe=pair.new.name,
         reference=pair.old.name,

@@ -41,8 +41,10 @@ class _Search:
     """A search of all objects of this process for those with tensors of the shapes of a model."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.modules: set[int] = set()  # ids of those that are no copies: the models', and what copies consist of
-        self._own: set[int] = set()  # ids of tensors that are the models' own
+        # Ids of those that are no copies: the models', and what copies consist of.
+        self.modules: set[int] = set()
+        # Ids of tensors that are the models' own.
+        self._own: set[int] = set()
         self._shapes: list[Shapes] = []
         for model in models:
             self.add_modules(model)
@@ -101,7 +103,7 @@ def _shapes_of(tensors: Iterable[Tensor]) -> Shapes:
 
 def _subclasses(kind: type) -> set[type]:
     """Return a class and all that inherit from it."""
-    subclasses: set[type] = set()
+    subclasses = set()
     classes = [kind]
     while classes:
         cls = classes.pop()

@@ -21,14 +21,14 @@ from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.torch_private.fake_tensors import FakeTensor
 from fsshard.torch_private.fsdp1 import FLAT_NAME
 
+# Libraries whose optimizers only hand on what another one, which they hold, does.
 ENGINES = ("fsshard.", "fairscale.", "torch.distributed.", "accelerate.", "lightning.", "pytorch_lightning.")
-"""Libraries whose optimizers only hand on what another one, which they hold, does."""
+# Modules that are no layers: a loss or a metric may as well be computed outside of the model.
 OUTSIDE = ("torch.nn.modules.loss", "torchmetrics", "torch.nn.modules.linear.Identity", "torch.nn.parallel")
-"""Modules that are no layers: a loss or a metric may as well be computed outside of the model."""
+# What names of a model's copies, such as averages of its weights, begin with.
 COPY = "copy"
-"""What names of a model's copies, such as averages of its weights, begin with."""
+# Kind of fact -> name of a parameter or path of a module -> the fact.
 Facts = dict[str, dict[str, str]]
-"""Kind of fact -> name of a parameter or path of a module -> the fact."""
 
 
 def outermost(module: nn.Module) -> nn.Module:

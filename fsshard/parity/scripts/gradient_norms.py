@@ -7,8 +7,8 @@ import math
 from fsshard.parity.scripts.step_causes import Ranks, Tell, alone
 from fsshard.parity.scripts.store import ScriptTrace
 
+# Relative difference of two norms of gradients, taken in float32, that rounding does not explain.
 APART = 1e-4
-"""Relative difference of two norms of gradients, taken in float32, that rounding does not explain."""
 Norms = dict[str, float]
 
 

@@ -9,8 +9,8 @@ from fsshard.parity.scripts.facts import COPY
 from fsshard.parity.scripts.store import ScriptTrace, Sketches, in_model
 from fsshard.parity.sketch import Sketch
 
+# Name -> a parameter before the first step, and after the last.
 Sides = Mapping[str, tuple[Sketch, Sketch]]
-"""Name -> a parameter before the first step, and after the last."""
 Kinds = dict[Any, list[str]]
 Rename = Callable[[str], str]
 Names = dict[str, str]
@@ -171,7 +171,7 @@ def _models_in_order(old: ScriptTrace, new: ScriptTrace) -> Rename:
 
 def _places(old: ScriptTrace, new: ScriptTrace) -> dict[int, int]:
     """Return the places of the new script's models among the old one's: first those that have most in common."""
-    pairs: list[Any] = []
+    pairs = []
     for place, model in enumerate(new.ranks[0].models):
         for other_place, other in enumerate(old.ranks[0].models):
             common = _common(model.weights, other.weights)

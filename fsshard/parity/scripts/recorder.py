@@ -40,8 +40,8 @@ from fsshard.torch_private.patching import replaced
 
 Reference = weakref.ref[nn.Module]
 Function = Callable[..., Any]
+# Something of each module by its id.
 Noted = dict[int, str]
-"""Something of each module by its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,7 +457,8 @@ class Recorder:
     def _looks_for_copies(self, step: int) -> bool:
         """Return whether to look through all objects, which takes up to half a second: at a few steps alone."""
         number, rest = divmod(step, self._settings.every)
-        return rest == 0 and number > 0 and number & (number - 1) == 0  # 1, 2, 4, 8, ...
+        # At the steps 1, 2, 4, 8 and so on of those that are recorded.
+        return rest == 0 and number > 0 and number & (number - 1) == 0
 
     def _gradients(self) -> Iterator[tuple[str, tuple[float, int]]]:
         """Yield squared norms of what this rank has of gradients: in float32, which is cheap and enough for a hint."""

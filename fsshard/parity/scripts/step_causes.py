@@ -18,19 +18,19 @@ Tell = Callable[[Ranks, Ranks], str]
 Settings = Mapping[str, Any]
 Texts = Mapping[str, str]
 Names = list[str]
+# A setting, and its values: "old -> new".
 Change = tuple[str, str]
-"""A setting, and its values: "old -> new"."""
 
+# Relative difference of two settings that a schedule's own arithmetic, in float64, explains.
 SAME = 1e-12
-"""Relative difference of two settings that a schedule's own arithmetic, in float64, explains."""
+# Relative difference of two losses that another order of their sums explains.
 SAME_LOSS = 1e-6
-"""Relative difference of two losses that another order of their sums explains."""
+# Difference from 1 of the mean of losses' ratios, each of them rounded in float32, if the mean is 1.
 SAME_MEAN = 1e-5
-"""Difference from 1 of the mean of losses' ratios, each of them rounded in float32, if the mean is 1."""
+# Difference from 1 of one of these ratios that is more than rounding.
 UNEQUAL = 1e-3
-"""Difference from 1 of one of these ratios that is more than rounding."""
+# Settings that say by which kernels an optimizer computes, and not what.
 KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that say by which kernels an optimizer computes, and not what."""
 
 
 # --------------------------------------------------------------------------------------------------------------- words
@@ -551,6 +551,7 @@ def random(old: Ranks, new: Ranks) -> str:
 modes = compare_fact("mode", "mode")
 counts = compare_fact("count", "number")
 outputs = compare_fact("output", "dtype of the output")
+# What is never different of the same training, whatever the weights are.
 FACTS: tuple[Tell, ...] = (
     settings,
     members,
@@ -561,4 +562,3 @@ FACTS: tuple[Tell, ...] = (
     outputs,
     buffers,
 )
-"""What is never different of the same training, whatever the weights are."""

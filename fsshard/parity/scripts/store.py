@@ -16,7 +16,7 @@ from torch import Tensor
 from fsshard.errors import TraceError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, real_view
-from fsshard.parity.trace import read_sketch, sketch_as_list
+from fsshard.parity.trace import Texts, read_sketch, sketch_as_list
 
 FORMAT = "fsshard script trace"
 VERSION = 1
@@ -24,7 +24,6 @@ ENDED = "ended-*.txt"
 _RECORD_AGAIN = "record it again: fsshard trace FOLDER -- COMMAND"
 _LACKING = {"optional": True}  # older records have none
 Sketches = dict[str, Sketch]
-Texts = dict[str, str]
 
 
 @dataclass(kw_only=True)
@@ -264,8 +263,8 @@ def _share(ranks: list[Sketches]) -> None:
 
 
 def _read_rank(file: Path) -> RankRecord:
-    header: Header | None = None
-    steps: dict[int, Record] = {}
+    header = None
+    steps = {}
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not text.endswith("\n"):
             # The process died while it wrote this line.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsshard.parallel.meshes import role_of
-from fsshard.pictures import check_picture, save_picture
+from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.text import aligned, counted, duration, size, unit_of
-from fsshard.simulation.result import Estimate, style_axes
+from fsshard.simulation.result import Estimate
 from fsshard.simulation.tuning.search_space import Candidate
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TuneResult:
         Where ranks are arranged otherwise than in one row, it makes the mesh, and is collective. Over dimensions that
         divide the model pass what the recipe's ``split`` returns, too: :attr:`mesh` has the sizes.
         """
-        settings: dict[str, Any] = {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
+        settings = {"backend": self.winner.candidate.backend, **self.winner.candidate.settings}
         if self.mesh is not None:
             names = tuple(self.mesh)
             whole = init_device_mesh(self.winner.estimate.device, tuple(self.mesh.values()), mesh_dim_names=names)
@@ -223,8 +223,8 @@ class TuneResult:
         save_picture(figure(self), path)
 
 
+# Peaks that differ by a thousandth are as good as equal, so that what they cost decides.
 NEGLIGIBLE = 1.001
-"""Peaks that differ by a thousandth are as good as equal, so that what they cost decides."""
 
 
 def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
@@ -239,15 +239,15 @@ def best(tried: Sequence[Tried], memory: int | None) -> Tried | None:
     return min(fitting, key=lambda one: (one.cost, one.peak), default=None)
 
 
+# Markers of the plans that are always tried, in their order.
 MARKERS = "sDv^<>PXdphH8"
-"""Markers of the plans that are always tried, in their order."""
 
+# Name of an axis that peaks are drawn against -> its value for a plan.
 AXES: dict[str, Callable[[Tried], float]] = {
     "predicted ms per step": lambda one: 1e3 * one.estimate.seconds,
     "sent by a rank per step, in units of the parameters' bytes": lambda one: one.sent_share,
     "collectives per step": lambda one: one.collectives,
 }
-"""Name of an axis that peaks are drawn against -> its value for a plan."""
 
 
 def figure(result: TuneResult) -> Figure:

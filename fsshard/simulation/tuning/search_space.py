@@ -28,18 +28,20 @@ from fsshard.simulation.worker import errors_in_words
 from fsshard.torch_private.dispatch import TorchDispatchMode
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
-PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
-"""Arguments of which a plan is made."""
+Names = set[str]
 
+# Arguments of which a plan is made.
+PLAIN = {"auto_wrap_policy": None, "activation_checkpointing": None}
+
+# Sizes of units that are tried: the parameters' bytes over 8, over 64 and so on, and at last any module that owns
+# parameters.
 STEP = 8
-"""Sizes of units that are tried: the parameters' bytes over 8, over 64 and so on, and at last any module that owns
-parameters."""
+# Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations).
 SHARE = 0.25
-"""Classes are tried that hold at least this share of the parameters (or, to be recomputed, of the activations)."""
+# The most classes that are tried.
 CLASSES = 3
-"""The most classes that are tried."""
+# A module that keeps a smaller share of the activations is not worth computing again.
 LEAST = 0.01
-"""A module that keeps a smaller share of the activations is not worth computing again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,9 @@ class ModelProfile:
 
     modules: tuple[ModuleFacts, ...]  # the root first, in the model's order
     operators: int = 1  # how many a forward calls
-    layers: set[str] = field(default_factory=set)  # classes of a transformer's layers: the model's own, or torch's
+    layers: Names = field(default_factory=set)  # classes of a transformer's layers: the model's own, or torch's
 
-    def classes_of_units(self, planned: Plan) -> set[str]:
+    def classes_of_units(self, planned: Plan) -> Names:
         """Return the classes of the plan's units, without those of which a module is not called once."""
         names = set(planned.unit_names)
         of_units = {facts.kind for facts in self.modules if facts.name in names}
@@ -114,9 +116,9 @@ def profile_of(job: Job) -> ModelProfile:
         )
 
 
-def _layer_classes(model: nn.Module) -> set[str]:
+def _layer_classes(model: nn.Module) -> Names:
     """Return the classes of a transformer's layers."""
-    names: set[str] = set()
+    names: Names = set()
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     classes = set()
@@ -176,8 +178,10 @@ class _Profiler(TorchDispatchMode):
         self.operators = 0
         self.calls: Counter[int] = Counter()  # by the module's id
         self.saved: defaultdict[int, dict[int, int]] = defaultdict(dict)  # module -> storage -> bytes
-        self._stack: list[tuple[int, set[int]]] = []  # module at work, and the storages that it was given
-        self._kept: list[Tensor] = []  # so that no storage is freed, and its address given to another
+        # The modules at work, and the storages that each was given.
+        self._stack: list[tuple[int, set[int]]] = []
+        # They are kept, so that no storage is freed, and its address given to another.
+        self._kept: list[Tensor] = []
         self._parameters = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -337,7 +341,7 @@ def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
     return always, others
 
 
-def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[set[str]]:
+def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[Names]:
     """Return classes of several modules that are called once and together weigh much; the largest modules first."""
     by_class: dict[str, list[ModuleFacts]] = {}
     for facts in profile.modules[1:]:
@@ -352,7 +356,7 @@ def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> li
     return [{name} for _, name in sorted(ranking)[:CLASSES]]
 
 
-def recomputations(profile: ModelProfile) -> list[set[str]]:
+def recomputations(profile: ModelProfile) -> list[Names]:
     """Return what ``activation_checkpointing`` can be but nothing: classes of blocks that keep many activations.
 
     First the classes that together keep most of it in pieces: from the root down, the first modules that keep at most
@@ -366,7 +370,7 @@ def recomputations(profile: ModelProfile) -> list[set[str]]:
     return choices
 
 
-def offloadings(choices: list[set[str]]) -> list[Checkpointing]:
+def offloadings(choices: list[Names]) -> list[Checkpointing]:
     """Return how the first of these choices can use host memory: for the blocks' inputs, or for all activations."""
     if not choices:
         return []

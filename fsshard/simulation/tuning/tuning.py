@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from fsshard.backends import backend_class
 from fsshard.backends.facts import Tunable
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 from fsshard.planning.plan import Plan
-from fsshard.planning.text import size
-from fsshard.recipes.recipe import resolve
+from fsshard.planning.text import is_count, size
+from fsshard.recipes.recipe import Recipe, resolve
 from fsshard.simulation.estimating import (
     data_shape,
     estimate_of,
@@ -30,7 +30,7 @@ from fsshard.simulation.estimating import (
 )
 from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
-from fsshard.simulation.simulation import Job
+from fsshard.simulation.simulation import Arguments, Job
 from fsshard.simulation.tuning.arrangements import arrangements
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import (
@@ -45,13 +45,14 @@ from fsshard.simulation.tuning.search_space import (
 )
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
 
-WORLDS_AHEAD = 3  # how often the ranks are doubled to find out how many would do
+# How often the ranks are doubled to find out how many would do.
+WORLDS_AHEAD = 3
 # Finer units are tried until so many have not brought the peak down to this share of it.
 PATIENCE = 2
 LESS = 0.99
+# How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
+# seconds' worth: the same search finds the same everywhere.
 WORK = 24_000
-"""How many plans are simulated if nobody says: so many operators' worth of forwards, within limits. Not so many
-seconds' worth: the same search finds the same everywhere."""
 FEWEST = 12
 MOST = 40
 
@@ -124,37 +125,33 @@ def tune(
         ModelError: the step depends on the values of tensors, or fails.
         RecipeError: ``subject`` is not a recipe.
     """
-    if isinstance(subject, Plan):
-        raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
     backends = list(backend) if isinstance(backend, (list, tuple)) else [backend]
     if not backends:
         raise ConfigurationError("backend=[]: expected a backend's name, or several")
     bound = _bytes(memory)
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None and not is_count(limit):
         raise ConfigurationError(f"limit={limit!r}: expected a positive number of simulations")
     if meshes is not None and device_mesh is not None:
         raise ConfigurationError(
             "meshes= and device_mesh=: a mesh that is given is not searched; leave out one of them"
         )
     others = [] if meshes is None else arrangements(meshes, world_size)
+    if isinstance(subject, Plan):
+        raise ConfigurationError("a plan is what tune() looks for; pass the model, or a recipe")
     source = recipe_source(subject, batch, loss, real)
     recipe = resolve(source)
-    changes: dict[str, Any] = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
+    changes = {"activation_checkpointing": None, **optimizer_settings(optimizer)}
     if accumulation is not None:
         changes["accumulate"] = accumulation
-    fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
-    if recipe.precision is not None:
-        fixed["mixed_precision"] = recipe.precision
-    if cpu_offload:
-        fixed["cpu_offload"] = True
-    # What is asked for here wins over the recipe's own settings.
-    if auto_wrap_policy is not ...:
-        fixed["auto_wrap_policy"] = auto_wrap_policy
-    if mixed_precision is not ...:
-        fixed["mixed_precision"] = mixed_precision
-    fixed |= {name: value for name, value in settings.items() if value is not ...}
-    if activation_checkpointing is not ...:
-        fixed["activation_checkpointing"] = activation_checkpointing or None
+    wanted = {
+        "cpu_offload": cpu_offload or ...,
+        "auto_wrap_policy": auto_wrap_policy,
+        "mixed_precision": mixed_precision,
+        **settings,
+        # False means that nothing is recomputed.
+        "activation_checkpointing": activation_checkpointing or None,
+    }
+    fixed = _fixed(recipe, wanted)
     asked = {
         "source": source,
         "changes": changes,
@@ -184,6 +181,15 @@ def tune(
         aliases=search.aliases,
         failed=search.failed,
     )
+
+
+def _fixed(recipe: Recipe, wanted: Arguments) -> dict[str, Any]:
+    """Return the arguments of wrap() that are not searched; what is asked for wins over the recipe's settings."""
+    fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
+    if recipe.precision is not None:
+        fixed["mixed_precision"] = recipe.precision
+    fixed |= {name: value for name, value in wanted.items() if value is not ...}
+    return fixed
 
 
 def _nothing(search: Search, bound: int | None) -> FsshardError:
@@ -229,9 +235,9 @@ class Search:
 
     def __init__(
         self,
-        asked: Mapping[str, Any],
+        asked: Arguments,
         simulator: Simulator,
-        fixed: Mapping[str, Any],
+        fixed: Arguments,
         machine: Machine,
         limit: int | None = None,
         progress: Callable[[int, str], None] | None = None,
@@ -243,9 +249,12 @@ class Search:
         self._machine = machine
         self._limit = limit
         self.tried: list[Tried] = []  # in order
-        self.aliases: dict[str, Tried] = {}  # names of candidates that are always tried -> what they turned out to be
-        self.failed: dict[str, str] = {}  # candidates that cannot be, and why
-        self.error: FsshardError | None = None  # the first one of a simulation
+        # Names of candidates that are always tried -> what they turned out to be.
+        self.aliases: dict[str, Tried] = {}
+        # Candidates that cannot be, and why.
+        self.failed: dict[str, str] = {}
+        # The first error of a simulation.
+        self.error: FsshardError | None = None
         self._seen: dict[Any, Tried | None] = {}
         self._plans: dict[tuple[str, ...], Plan | str] = {}
         self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
@@ -319,7 +328,7 @@ class Search:
 
     # ------------------------------------------------------------------------------------------ the simulations
 
-    def job(self, backend: Any, settings: Mapping[str, Any], **changed: Any) -> Job:
+    def job(self, backend: Any, settings: Arguments, **changed: Any) -> Job:
         """Return one simulation, checked, with some arguments changed."""
         asked = {**self._asked, **changed}
         if "mixed_precision" in settings:
@@ -334,7 +343,7 @@ class Search:
         settings = leanest.candidate.settings
         divides = backend_class(backend, self.ranks).facts.divides
         # Each with other settings, and other arguments of the job.
-        ways: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {}
+        ways: dict[str, tuple[Arguments, dict[str, Any]]] = {}
         if "mixed_precision" not in settings:
             ways["mixed_precision='bf16'"] = ({**settings, "mixed_precision": "bf16"}, {})
         if divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
@@ -357,11 +366,11 @@ class Search:
                 yield f"world_size={ranks}", peak
                 return
 
-    def _estimate(self, backend: str, settings: Mapping[str, Any], **changed: Any) -> Estimate:
+    def _estimate(self, backend: str, settings: Arguments, **changed: Any) -> Estimate:
         job = self.job(backend, settings, **changed)
         measured = self._simulator.ask(run_job, job)
-        world_size = changed.get("world_size", self._asked["world_size"])
-        return estimate_of(world_size, job, measured, self._machine)
+        asked = {**self._asked, **changed}
+        return estimate_of(asked["world_size"], job, measured, self._machine)
 
     def _tell(self, text: str) -> None:
         if self._progress is not None:
@@ -380,13 +389,13 @@ class Search:
 
     def _sharded(self, start: Candidate) -> None:
         # The usual plans are always simulated, whatever the limit is.
-        usual: list[Tried] = []
+        usual = []
         for name, policy in self.always.items():
             usual += self._try([start.changed(auto_wrap_policy=policy)], name)
         if not usual:
             return
         joining = self._space.joining
-        joined: dict[str, Any] = {}
+        joined = {}
         if joining is not None and joining.option not in self.fixed:
             # Small units travel together then.
             joined[joining.option] = joining.value
@@ -452,7 +461,7 @@ class Search:
 
     def _unrepeated(self, choices: list[Any]) -> list[Any]:
         """Replace units of which a step calls some more than once by the classes of the others."""
-        by_code: dict[str, Any] = {}
+        by_code = {}
         for choice in choices:
             planned = self._planned(choice)
             if isinstance(planned, Plan) and not self.profile.gathered_once(planned):
@@ -502,7 +511,7 @@ class Search:
         options = {name: code_of(name, value) for name, value in candidate.settings.items()}
         options.pop("auto_wrap_policy", None)
         options.pop("activation_checkpointing", None)
-        groups: list[Any] = []
+        groups = []
         if self._divides:
             groups = sorted(unit.name for unit in planned.units)
         joining = self._space.joining

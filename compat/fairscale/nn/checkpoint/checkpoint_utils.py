@@ -29,7 +29,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     Returns:
         Handles of the hooks, two a layer; ``remove()`` of all of them undoes it.
     """
-    handles: list[RemovableHandle] = []
+    handles = []
     for child in module.modules():
         if isinstance(child, BatchNorm) and not hasattr(child, "disable_patch_batchnorm"):
             handles.append(child.register_forward_pre_hook(_stop_tracking))

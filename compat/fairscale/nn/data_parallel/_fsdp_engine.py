@@ -30,6 +30,8 @@ from fsshard.torch_private.modules import (
 
 from ._fsdp_state import UnsupportedHere, clean
 
+Place = tuple[nn.Module, str]  # a module, and the name of a parameter in it
+
 
 @dataclass(frozen=True, eq=False)
 class Own:
@@ -37,7 +39,7 @@ class Own:
 
     name: str  # within the wrapper
     shape: torch.Size  # of the whole
-    places: tuple[tuple[nn.Module, str], ...]  # modules that hold it, with the name there; several where it is tied
+    places: tuple[Place, ...]  # modules that hold it, with the name there; several where it is tied
 
 
 class InnerFSDP(TorchFSDP):
@@ -60,7 +62,8 @@ class InnerFSDP(TorchFSDP):
                 sharding_strategy=ShardingStrategy["FULL_SHARD" if wrapper.reshard_after_forward else "SHARD_GRAD_OP"],
                 cpu_offload=CPUOffload(offload_params=True) if offloads else None,
                 mixed_precision=precision if wrapper.mixed_precision or buffer_dtype else None,
-                device_id=wrapper.compute_device,  # else "FSDP needs a non-CPU accelerator device" on CPU (torch 2.13)
+                # Without it torch 2.13 raises "FSDP needs a non-CPU accelerator device" on the CPU.
+                device_id=wrapper.compute_device,
                 use_orig_params=not wrapper.flatten_parameters,
             )
         # "Expects one homogeneous value for _use_orig_params" (torch 2.13), where FairScale's users put BatchNorm
@@ -69,7 +72,8 @@ class InnerFSDP(TorchFSDP):
         fsdp1.claim_orig_params(self, False)
         self._flattens: bool = wrapper.flatten_parameters
         self._wrapper = weakref.ref(wrapper)
-        self._accumulator: Any = None  # where the flat parameter's gradient arrives
+        # The node where the flat parameter's gradient arrives.
+        self._accumulator: Any = None
         self._hook: Any = None
         # FSDP1's hooks know its own names only, and after an exception leave the module whole (torch 2.13).
         for hooks in (
@@ -83,12 +87,14 @@ class InnerFSDP(TorchFSDP):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return FairScale's ``wrapper.module.state_dict()``: the module's names; parts of an unflattened wrapper."""
         wrapper = self._wrapper()
-        if wrapper is None or wrapper.is_exporting:  # the wrapper asks, and will take its levels out of the names
+        # The wrapper asks, and will take its levels out of the names.
+        if wrapper is None or wrapper.is_exporting:
             return super().state_dict(*args, **kwargs)
         if fsdp1.is_summoned(self) or wrapper.world_size == 1:
             return wrapper.state_dict(*args, **kwargs)
         if self._flattens and self.flat is not None:
-            raise UnsupportedHere(  # in FairScale 0.4.13: "Incorrect numel of supplied data"
+            # FairScale 0.4.13 raises "Incorrect numel of supplied data".
+            raise UnsupportedHere(
                 "state_dict() of a flattened wrapper's module outside of summon_full_params()",
                 "use state_dict() of the wrapper (whole), or local_state_dict() (this rank's part)",
             )
@@ -117,7 +123,7 @@ class InnerFSDP(TorchFSDP):
         flat = self.flat
         if flat is None:
             return []
-        tied: dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]] = {}
+        tied: dict[Place, list[Place]] = {}
         for info in fsdp1.shared_infos_of(flat):
             tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
         return [
@@ -173,7 +179,8 @@ class InnerFSDP(TorchFSDP):
         self._forget_hook()
         if self._accumulator is None:
             return
-        here = weakref.ref(self)  # through the graph the engine would hold itself, where no collector sees it
+        # Through the graph the engine would hold itself, where no collector sees it.
+        here = weakref.ref(self)
 
         def reduce(*_: Any) -> None:
             engine = here()
@@ -221,7 +228,7 @@ class InnerFSDP(TorchFSDP):
         self.lazy_init()
         self.drop_whole()
         owners = self.own()
-        shown: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
+        shown = {}
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
@@ -232,10 +239,11 @@ class InnerFSDP(TorchFSDP):
             fsdp1.claim_orig_params(self, False)
 
     @torch.no_grad()
-    def _keep(self, views: dict[tuple[nn.Module, str], Tensor | None]) -> None:
+    def _keep(self, views: dict[Place, Tensor | None]) -> None:
         if fsdp1.handle_of(self) is None:
             return
-        for (module, name), view in views.items():  # replaced, be it the parameter or its data
+        # What was replaced, be it the parameter or its data, is no view any more.
+        for (module, name), view in views.items():
             now = module._parameters.get(name)
             if now is not None and view is not None and now.data_ptr() != view.data_ptr():
                 view.copy_(now.reshape(view.shape))
@@ -250,7 +258,8 @@ class InnerFSDP(TorchFSDP):
             return local.clone()
         parts = local.new_empty(handle.world_size * local.numel())
         dist.all_gather_single(parts, local, group=handle.process_group)
-        return parts[: fsdp1.offsets_of(handle)[-1][1] + 1]  # the last place, of padding between parameters too
+        # The last place counts padding between parameters, too.
+        return parts[: fsdp1.offsets_of(handle)[-1][1] + 1]
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Return the own parameters' parts of something as long as the whole flat parameter, in their shapes."""

@@ -45,19 +45,20 @@ class UnsupportedHere(UnsupportedByBackend, NotImplementedError):
         super().__init__(setting, "fsdp", alternative)
 
 
+# Attribute of what is wrapped, in FairScale's wrapper and in torch's.
 INNER = "_fsdp_wrapped_module"
-"""Attribute of what is wrapped, in FairScale's wrapper and in torch's."""
+# FairScale's name of a wrapper's flat parameter.
 FLAT = "flat_param_0"
-"""FairScale's name of a wrapper's flat parameter."""
 
-_LEVELS = f"{INNER}.{INNER}."  # FairScale's wrapper, torch's wrapper, the user's module
+# FairScale's wrapper, torch's wrapper, the user's module.
+_LEVELS = f"{INNER}.{INNER}."
 
 Shapes = list[tuple[str, torch.Size]]
 State = dict[str, Any]
 Mismatches = dict[str, tuple[object, object]]
 
+# The FullyShardedDataParallels of a model, the outermost first, with their clean paths.
 Wrappers = Sequence[tuple[str, Any]]
-"""The FullyShardedDataParallels of a model, the outermost first, with their clean paths."""
 
 
 def clean(path: str) -> str:
@@ -174,7 +175,7 @@ def lower(state_dict: State, prefix: str) -> None:
 
 def saved_buffers(root: nn.Module) -> dict[str, Tensor]:
     """Map the clean names of a model's persistent buffers to them."""
-    buffers: dict[str, Tensor] = {}
+    buffers = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in non_persistent_buffers(module):
@@ -222,10 +223,10 @@ def check_local(
     shapes = {}
     for key, value in state_dict.items():
         shapes[key] = tuple(value.shape)
-    expected: dict[str, tuple[int, ...]] = {}
+    expected = {}
     for name, buffer in saved_buffers(root).items():
         expected[name] = tuple(buffer.shape)
-    aliases: set[str] = set()
+    aliases = set()
     for path, instance in wrappers:
         for name, within in _backing(instance).items():
             key = path_below(path, name)
@@ -240,7 +241,7 @@ def check_local(
             for _, alias in instance.module.ties():
                 aliases.add(path_below(path, alias))
     missing = []
-    wrong: Mismatches = {}
+    wrong = {}
     for key, shape in expected.items():
         if key not in shapes:
             missing.append(key)
@@ -343,7 +344,7 @@ class _Unit:
 
 
 def _units(instances: Sequence[Any]) -> list[_Unit]:
-    units: list[_Unit] = []
+    units = []
     first = 0
     for instance in instances:
         flat = instance.flatten_parameters
@@ -384,7 +385,7 @@ def gather(
         described.append(_describe(unit, local))
     tables = [described] if group is None else per_rank(group, described)
     state: dict[int, State] = {}
-    unit_of: dict[int, int | None] = {}
+    unit_of = {}
     uncollected = []
     for number, (unit, local) in enumerate(zip(units, local_states, strict=True)):
         if unit.instance.no_broadcast_optim_state:
@@ -450,7 +451,7 @@ def _local_states(root: Any, units: list[_Unit], optim: Any) -> tuple[State, lis
     state_dict = optim.state_dict()
     if len(state_dict["param_groups"]) != 1:
         raise MisuseError(f"Param groups are not supported: expected 1, got {len(state_dict['param_groups'])}")
-    parameters: list[Any] = []
+    parameters = []
     for group in getattr(optim, "param_groups", None) or [{"params": root.parameters()}]:
         parameters += group["params"]
     (saved_group,) = state_dict["param_groups"]
@@ -512,7 +513,7 @@ def cut(
     places = {}
     for index, parameter in enumerate(root.parameters()):
         places[id(parameter)] = index
-    state: dict[int, State] = {}
+    state = {}
     for number, unit in enumerate(units):
         items = []
         for n in unit.numbers:
@@ -520,7 +521,7 @@ def cut(
                 items.append(full["state"][n])
         if not items:
             continue
-        part: State = {}
+        part = {}
         for key, value in items[0].items():
             if _is_tensor(value):
                 pieces = [item[key] for item in items if key in item]
@@ -563,7 +564,7 @@ def _check_units(units: list[_Unit], full: Any) -> None:
             f"Including itself, this model has {len(units)} nested instances with {count} parameters; the optimizer "
             f"state was saved of {len(set(unit_of.values()))} with {len(unit_of)}: wrap it as it was wrapped then"
         )
-    wrong: Mismatches = {}
+    wrong = {}
     for number, unit in enumerate(units):
         if unit.index is not None or number in full["uncollected_local_ids"]:
             continue

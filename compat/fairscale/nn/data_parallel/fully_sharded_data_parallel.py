@@ -36,7 +36,9 @@ from ....not_served import missing_from
 from ....report import called
 from ..wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from . import _fsdp_state
-from ._fsdp_state import INNER, NotAllowed, ProcessGroupName, UnsupportedHere, clean
+from ._fsdp_state import INNER, NotAllowed, ProcessGroupName, State, UnsupportedHere, clean
+
+Named = tuple[str, nn.Parameter]
 
 __all__ = [
     "FullyShardedDataParallel",
@@ -143,7 +145,8 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = process_group or dist.group.WORLD
         self.process_group = self.process_group_reduce_scatter = group
         if isinstance(self.process_group, dist.ProcessGroup):
-            watchdog.join()  # ranks that wait for this one can find out where it is
+            # Ranks that wait for this one can find out where it is.
+            watchdog.join()
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         self.reshard_after_forward = self._orig_reshard_after_forward = reshard_after_forward
@@ -186,7 +189,7 @@ class FullyShardedDataParallel(nn.Module):
     def _build(
         self,
         module: nn.Module,
-        own: list[tuple[str, nn.Parameter]],
+        own: list[Named],
         buffer_dtype: Any,
     ) -> None:
         from ._fsdp_engine import InnerFSDP  # not at the top: see there
@@ -279,7 +282,7 @@ class FullyShardedDataParallel(nn.Module):
         """Index the wrapped module."""
         return self._fsdp_wrapped_module.wrapped.__getitem__(key)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """Raise NotAllowed for copies and pickles, which would share the collectives of the original."""
         raise NotAllowed(
             "a FullyShardedDataParallel cannot be copied or pickled; save its state_dict(), or build the module again, "
@@ -292,7 +295,8 @@ class FullyShardedDataParallel(nn.Module):
         """Run the module on its whole parameters."""
         engine = self._fsdp_wrapped_module
         self._lazy_init()
-        outermost = self._is_root and current_graph_task_id() == -1  # and no recomputation in a backward
+        # A recomputation in a backward is no forward of the outermost one.
+        outermost = self._is_root and current_graph_task_id() == -1
         if outermost:
             self._start_afresh()
         if self.force_input_to_fp32 and not self.mixed_precision:
@@ -331,7 +335,7 @@ class FullyShardedDataParallel(nn.Module):
                 # a wrapper of one rank alone is there to save memory, which gathering its state would cost
                 instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Named]:
         """Give names and parameters: original ones where they are whole or not flattened, else FairScale's."""
         whole = self.training_state is TrainingState.SUMMON_FULL_PARAMS
         for name, parameter in super().named_parameters(*args, **kwargs):
@@ -533,7 +537,7 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             raise StateDictError("the state dict", missing, unexpected, wrong) from error
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any, **kwargs: Any) -> None:
         # torch calls this for a part of a model that is not sharded itself too, where it does not call load_state_dict;
         # the parts of this part are loaded next, and then the hook below is called.
         if self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
@@ -561,14 +565,14 @@ class FullyShardedDataParallel(nn.Module):
         _fsdp_state.load_local(self, wrappers, state_dict)
         return found
 
-    def local_metadata_dict(self) -> dict[str, Any]:
+    def local_metadata_dict(self) -> State:
         """Give what :meth:`consolidate_shard_weights` needs to know of this rank's part, as FairScale writes it."""
         return _fsdp_state.metadata(self, _wrappers(self))
 
     @staticmethod
     def consolidate_shard_weights(
         shard_weights: list[dict[str, Tensor]],
-        shard_metadata: list[dict[str, Any]],
+        shard_metadata: list[State],
         with_module_buffers: bool = True,
         strict: bool = True,
     ) -> dict[str, Tensor]:
@@ -579,13 +583,14 @@ class FullyShardedDataParallel(nn.Module):
             with_module_buffers: take the buffers of the first.
             strict: raise StateDictError for what the metadata names and is not there; else it is left out.
         """
-        from ....fairscale_checkpoints import consolidate  # not at the top: it needs the engines
+        # It needs the engines, so it is not imported at the top.
+        from ....fairscale_checkpoints import consolidate
 
         return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
     # ---------------------------------------------------------------------------------------- optimizer states
 
-    def gather_full_optim_state_dict(self, optim: Any, **ignored: Any) -> dict[str, Any] | None:
+    def gather_full_optim_state_dict(self, optim: Any, **ignored: Any) -> State | None:
         """Put the optimizer's whole state together, by original parameters. Collective.
 
         Args:
@@ -609,7 +614,7 @@ class FullyShardedDataParallel(nn.Module):
         instances = get_fsdp_instances(self, skip_empty=True)
         return _fsdp_state.gather(self, instances, optim, _exchange(self.process_group))
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: State) -> State:
         """Give what ``optim.load_state_dict`` takes on this rank.
 
         Args:
@@ -634,7 +639,7 @@ def _compute_device(asked: Any, module: nn.Module, group: Any) -> torch.device:
     return device
 
 
-def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> list[Named]:
     """Return the names and parameters that no inner wrapper has."""
     every = module.named_modules(remove_duplicate=False)
     inner = tuple(f"{path}." if path else "" for path, part in every if isinstance(part, FullyShardedDataParallel))
@@ -642,7 +647,7 @@ def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in named if not name.startswith(inner)]
 
 
-def _check_parameters(own: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
+def _check_parameters(own: Iterable[Named], dtype: torch.dtype) -> None:
     """Raise for parameters that no inner wrapper has and that cannot be sharded in one unit."""
     for name, parameter in own:
         if getattr(parameter, "_fsshard_in_unit", False):
@@ -662,7 +667,7 @@ def _check_parameters(own: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtyp
             )
 
 
-def _mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
+def _mark(wrapper: Any, before: Iterable[Named]) -> None:
     """Let functions of torch raise that would silently be wrong with a wrapper's parameters, or with those before."""
     refuse_foreign_optimizers(wrapper)
     kept = {id(parameter) for parameter in wrapper.params}
@@ -675,7 +680,8 @@ def _mark(wrapper: Any, before: Iterable[tuple[str, nn.Parameter]]) -> None:
                 "that this optimizer would train nothing; build the optimizer after wrapping, over model.parameters(), "
                 "or wrap with flatten_parameters=False",
             )
-    if wrapper.world_size > 1:  # torch's clip_grad_norm_ would take another norm on each rank
+    # torch's clip_grad_norm_ would take another norm on each rank.
+    if wrapper.world_size > 1:
         count_owners(wrapper)
         for parameter in wrapper.params:
             parameter._fsshard_clip_with = (
@@ -721,7 +727,7 @@ def auto_wrap_bn(
     module: nn.Module,
     single_rank_pg: bool = False,
     process_group: Any = None,
-    fsdp_config: dict[str, Any] | None = None,
+    fsdp_config: State | None = None,
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:

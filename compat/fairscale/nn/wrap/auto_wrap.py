@@ -24,6 +24,7 @@ __all__ = [
 __getattr__ = missing_from(__name__)
 
 Policy = Callable[..., bool]
+Classes = set[type[nn.Module]]
 
 
 def default_auto_wrap_policy(
@@ -32,8 +33,8 @@ def default_auto_wrap_policy(
     unwrapped_params: int,
     module_is_root: bool,
     min_num_params: int = int(1e8),
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+    force_leaf_modules: Classes | None = None,
+    exclude_wrap_modules: Classes | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
     """Wrap what has enough parameters that no child's wrapper has already.
@@ -59,8 +60,8 @@ def default_auto_wrap_policy(
 
 
 # The same sets under the function's attributes: users extend a copy, or change them in place.
-_EXCLUDE_WRAP: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
-_FORCE_LEAF: set[type[nn.Module]] = {nn.MultiheadAttention}
+_EXCLUDE_WRAP: Classes = {nn.ModuleList, nn.ModuleDict}
+_FORCE_LEAF: Classes = {nn.MultiheadAttention}
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP  # type: ignore[attr-defined]
 default_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF  # type: ignore[attr-defined]
 
@@ -134,7 +135,8 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Policy | None = None, **kwarg
     if not ConfigAutoWrap.in_autowrap_context:
         return module
     wrapper: Any = ConfigAutoWrap.wrapper_cls
-    if isinstance(wrapper, type):  # a function such as checkpoint_wrapper leaves no trace of its own to look for
+    # A function such as checkpoint_wrapper leaves no trace of its own to look for.
+    if isinstance(wrapper, type):
         for name, child in module.named_modules():
             if isinstance(child, wrapper):
                 raise MisuseError(
@@ -168,7 +170,8 @@ class ConfigAutoWrap(ContextDecorator):
         """Put settings in force."""
         if ConfigAutoWrap.in_autowrap_context:
             raise NestedContext("enable_wrap inside of enable_wrap; leave the outer one first")
-        if "wrapper_cls" not in kwargs:  # checked first: FairScale 0.4.13 stays in the context for good after this
+        # This is checked first: FairScale 0.4.13 stays in the context for good after it.
+        if "wrapper_cls" not in kwargs:
             raise MisuseError("enable_wrap needs wrapper_cls=, the class that wraps a module")
         settings = dict(kwargs)
         ConfigAutoWrap.move_module_cuda_half = bool(settings.pop("move_module_cuda_half", False))
