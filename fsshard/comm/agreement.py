@@ -297,7 +297,7 @@ class Channel:
         self.drop()
         store = self._watchdog.store
         place = f"{self._place}/lost"
-        missing: dict[int, str] = {}
+        missing = {}
         # gloo guesses at reasons at length.
         why = str(error).partition(". This is")[0]
         loss = "lost a rank"
@@ -358,7 +358,7 @@ EVERYWHERE_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.boo
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """Return ``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
     check_not_inherited(group, "a call of all ranks")
-    values: list[Any] = [None] * group.size()
+    values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -418,7 +418,7 @@ def agree(
     timeout: float | None = None,
 ) -> Any:
     """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective. See :func:`exchange`."""
-    results: list[Any] = []  # need not travel
+    results = []  # need not travel
     exchange(over, lambda: results.append(work()), timeout)
     return results[0]
 
@@ -538,7 +538,7 @@ def raise_differences(
     advice: str,
 ) -> NoReturn:
     """Raise RankMismatch, which says what differs in the facts of two ranks; ``digests``: of all ranks. Collective."""
-    tables: list[dict[str, str]] = per_rank(group, dict(facts))
+    tables = per_rank(group, dict(facts))
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     here = tables[0]
     there = tables[other]
@@ -600,7 +600,7 @@ def _combined(
     """Return what all ranks raise, from what some of them have raised; ``error`` is this rank's."""
     texts = {rank: failure["text"] for rank, failure in failures.items()}
     kinds = {failure["kind"] for failure in failures.values()}
-    kind: type[FsshardError] = CheckpointError
+    kind = CheckpointError
     if len(kinds) == 1:
         kind = getattr(errors, kinds.pop(), CheckpointError)
     # All ranks raised the same, and each raises its own.

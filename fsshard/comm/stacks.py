@@ -85,7 +85,7 @@ def timed_out(text: str) -> bool:
 def location_in_traceback(text: str) -> StackLocation:
     """Return where the rank was when the error arose that the traceback of a lost or late neighbour ends with."""
     parts = text.split(TRACEBACK)[1:]
-    frames: list[_StackFrame] = []
+    frames = []
     if parts:
         late = next(filter(timed_out, parts), parts[0])
         frames = _frames(late)[::-1]
@@ -149,9 +149,9 @@ def _collective(frames: Sequence[_StackFrame]) -> str:
     """Return the collective that the innermost frames (first) are in, or ""."""
     # Beyond the first frame that is neither torch's nor of our own collectives other work is being done.
     inside = list(takewhile(lambda frame: frame.within(TORCH, GLOO) and not _in_backward(frame), frames))
-    in_c10d: list[int] = []
-    in_ours: list[int] = []
-    in_torch: list[int] = []
+    in_c10d = []
+    in_ours = []
+    in_torch = []
     for depth, frame in enumerate(inside):
         if frame.function in WRAPPERS:
             continue

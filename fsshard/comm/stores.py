@@ -113,8 +113,8 @@ def answer_within(
     Its thread is left behind then. Time in which this process stands still (a suspended job) counts as one slice at
     most. ``answered`` is set when it has ended.
     """
-    answers: list[Answer] = []
-    errors: list[Exception] = []
+    answers = []
+    errors = []
     event = answered or threading.Event()
 
     def ask() -> None:
@@ -146,7 +146,7 @@ def own_store(group: dist.ProcessGroup) -> PatientStore:
     The same calls on all ranks, since each is given another prefix.
     """
     check_not_inherited(group, "the store of the process group")
-    store: Any = store_of(group)
+    store = store_of(group)
     limit = min(ANSWER_SECONDS, timeout_of(group))
 
     def connected() -> Store:

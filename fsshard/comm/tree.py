@@ -29,7 +29,7 @@ def siblings(rank: int, size: int) -> list[range]:
     """Return the blocks of ranks whose sums are added to that of ``rank``, one after the other, up to the whole."""
     low = 0
     high = size
-    blocks: list[range] = []
+    blocks = []
     while high - low > 1:
         middle = low + split(high - low)
         if rank < middle:
@@ -86,7 +86,7 @@ class AllReduce:
             self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
             return
         self._chunk = -(-flat.numel() // ranks)
-        sizes: list[int] = []
+        sizes = []
         for rank in range(ranks):
             # Behind the last whole chunk there is a shorter one, or none.
             left = max(0, flat.numel() - rank * self._chunk)

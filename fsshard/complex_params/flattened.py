@@ -44,7 +44,7 @@ def views_of(module: nn.Module) -> Mapping[str, Kind]:
 def stored_in(module: nn.Module) -> dict[str, Any]:
     """Return the dict in which ``module`` keeps its parameters, by the names under which they are stored."""
     # Past what Flattened shows under that name; torch.jit's modules have no such member.
-    parameters: dict[str, Any] | None = module.__dict__.get("_parameters")
+    parameters = module.__dict__.get("_parameters")
     return module._parameters if parameters is None else parameters
 
 
@@ -118,7 +118,7 @@ class Flattened(nn.Module):
     def _parameters(self) -> Any:
         if stored_names.on or KEPT not in self.__dict__:
             return self.__dict__["_parameters"]
-        module: Any = self
+        module = self
         return UserParameters(module, type(self)._fsshard_views)
 
     @_parameters.setter
@@ -200,7 +200,7 @@ class Flattened(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
-        kinds: dict[int, Kind] = {}
+        kinds = {}
         forget_shown(cast(nn.Module, self))
         parameters = stored_in(cast(nn.Module, self))
         for name, kind in type(self)._fsshard_views.items():
@@ -304,7 +304,7 @@ def flattened_class(
     key = (origin, views, mixin)
     cls = _classes.get(key)
     if cls is None:
-        members: dict[str, Any] = {}
+        members = {}
         for name in ("__module__", "__qualname__", "__doc__"):
             members[name] = getattr(origin, name)
         members["_fsshard_views"] = dict(views)
@@ -329,7 +329,7 @@ def store_otherwise(
     """Let ``module`` keep what ``stored_as(name, parameter)`` gives, if not None, in the places of its parameters."""
     parameters = stored_in(module)
     views = dict(views_of(module))
-    new: dict[str, nn.Parameter | None] = {}
+    new = {}
     is_changed = False
     for name, parameter in parameters.items():
         chosen = None
@@ -408,7 +408,7 @@ def _ordering(metaclass: Any, call: Any) -> Any:
             return type.mro(cls)
         return [cls, *order]
 
-    members: dict[str, Any] = {"mro": mro}
+    members = {"mro": mro}
     if call is not None:
         members["__call__"] = call
     return type(metaclass.__name__, (metaclass,), members)

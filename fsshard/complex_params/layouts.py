@@ -95,7 +95,7 @@ class DTensorLayout(Layout):
 
         everywhere = [Replicate()] * len(self.placements)
         local = DTensor.from_local(whole, self.mesh, everywhere, run_check=False)
-        found: Tensor = local.redistribute(placements=self.placements).to_local()
+        found = local.redistribute(placements=self.placements).to_local()
         return found
 
 

@@ -117,7 +117,7 @@ def shard_tensor() -> type[Tensor]:
 
     class ShardTensor(DTensor):
         is_copy = False  # of rows that ranks share: what is written to it reaches nobody
-        whole_shape: torch.Size | None = None  # of what is held as a list of its numbers
+        whole_shape = None  # of what is held as a list of its numbers
         data = property(_data_of, assign)
         __setitem__ = _set_item
         numpy = _numbers_of("numpy")
@@ -210,7 +210,7 @@ def _as_shards(func: Any, source: Any, result: Any) -> Any:
     """Let what was computed from a shard be looked after as that is; note what is a copy, where torch makes views."""
     from torch.distributed.tensor import DTensor
 
-    results: Any = result if isinstance(result, (list, tuple)) else (result,)
+    results = result if isinstance(result, (list, tuple)) else (result,)
     for each in results:
         if type(each) is not DTensor:
             continue

@@ -116,7 +116,7 @@ def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
     if shown is not None and memory_of(shown) == memory_of(gradient):
         return shown
     # Of ``.data``, so that what is shown, which lives as long as the gradient, does not keep it alive as its base.
-    value: Any = kind.shown(DATA.__get__(gradient))
+    value = kind.shown(DATA.__get__(gradient))
     if memory_of(value) != memory_of(gradient):
         return cast(Tensor, value)  # a copy, of a layout that cannot be viewed
     value.__class__ = shard_tensor() if hasattr(value, LOCAL_TENSOR) else ShownGradient
@@ -318,7 +318,7 @@ def _show(stored: Tensor, kind: Kind) -> Any:
     if is_plain and trains and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored)):
         return shown  # a guard may watch who reads a shard, and lets everybody ask for the pointer
     with torch.enable_grad(), _outside_of_transforms() if is_plain else contextlib.nullcontext():
-        value: Any = kind.shown(stored)
+        value = kind.shown(stored)
     if value is stored:
         return stored
     value = _marked(value, stored, kind)

@@ -97,8 +97,8 @@ class ModuleTable:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the distinct buffers by their first names, as ``named_buffers()`` has them."""
-        buffers: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        buffers = {}
+        seen = set()
         for name, module in self.modules.items():
             prefix = f"{name}." if name else ""
             for key, buffer in module._buffers.items():

@@ -178,8 +178,8 @@ class GradientBucket:
         indices: list[int],
         views: list[Tensor],
     ) -> None:
-        targets: list[Tensor] = []
-        gradients: list[Tensor] = []
+        targets = []
+        gradients = []
         for index, view in zip(indices, views, strict=True):
             parameter = self._parameters[index]
             gradient = parameter.grad
@@ -222,7 +222,7 @@ class GradientBucket:
         chosen = self._to_reduce() if own else []
         if not chosen:
             return []
-        means: dict[int, Tensor] = {}
+        means = {}
         for place in chosen:
             mean = take_mean(own[place])
             if mean is not None:

@@ -367,7 +367,7 @@ class OSS(PartitionedOptimizer, Optimizer):
                 stacklevel=2,
             )
         # What comes besides the parameters' state, by keys that are no numbers, is the first rank's.
-        whole: dict[Any, Any] = {}
+        whole = {}
         for shard in reversed(self._shards):
             whole.update(shard)
         parameters = list(self._parameters())
@@ -463,7 +463,7 @@ def _own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, 
 def _send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
     """Return every rank's object on one rank, or on all (-1), and None elsewhere. Collective."""
     rank = group.rank()
-    payloads: list[Any] = []
+    payloads = []
     # One after the other: together they would be in memory twice.
     for source in range(group.size()):
         box = [payload]

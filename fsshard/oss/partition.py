@@ -184,7 +184,7 @@ def lay_out(
         else:
             frozen.append(parameter)
     _leave(frozen, before)
-    buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
+    buckets = {}
     for device, by_owner in lists.items():
         buckets[device] = {rank: ParameterBucket(by_owner[rank], device, rank) for rank in sorted(by_owner)}
     return buckets
@@ -192,7 +192,7 @@ def lay_out(
 
 def _leave(frozen: Iterable[Tensor], buckets: dict[torch.device, dict[int, ParameterBucket]]) -> None:
     """Give those parameters memory of their own that are views of buckets."""
-    views: set[Tensor] = set()
+    views = set()
     for by_owner in buckets.values():
         for bucket in by_owner.values():
             views.update(bucket.parameters)

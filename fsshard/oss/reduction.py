@@ -157,7 +157,7 @@ class Reduction:
             if self.owners[i] == self.group.rank():
                 self._hooks.append(parameter.register_hook(_weakly(self._comes, i)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._came, i)))
-            before: Reduction | None = _reducing.get(parameter, lambda: None)()
+            before = _reducing.get(parameter, lambda: None)()
             if before is not None and parameter in before._index:
                 before.detach()
                 self._has_means |= before._has_means
@@ -402,7 +402,7 @@ def reduction_of(parameter: Tensor) -> Reduction | None:
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:
     """Return the rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
-    owners: dict[nn.Parameter, int] = {}
+    owners = {}
     for optimizer in optimizers:
         owners.update(optimizer._param_to_rank)
     return [owners.get(parameter, EVERYWHERE) for parameter in parameters]

@@ -300,7 +300,7 @@ def _keep_out_of_graphs() -> None:
 
     With the first object and not with the class: it imports torch's compiler, which takes seconds.
     """
-    forward: Any = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
+    forward = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
     ShardedDataParallel.forward = forward  # type: ignore[method-assign]
 
 

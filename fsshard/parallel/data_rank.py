@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -40,7 +39,7 @@ def data_rank(mesh: Any = None) -> DataRank:
     if not hasattr(mesh, "get_coordinate") or not getattr(mesh, "ndim", 0):
         raise ConfigurationError(f"data_rank({mesh!r}): expected a DeviceMesh, or None for all ranks")
     chosen = _dimensions(mesh)
-    coordinate: Sequence[int] | None = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigurationError(f"data_rank: rank {dist.get_rank()} is not in {shape_text(mesh)}")
     rank = 0

@@ -199,7 +199,7 @@ def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGrou
     key = tuple(sorted(reached))
     if key not in groups:
         # It would be -100 on a rank that is not in it.
-        new_group: Any = dist.new_group(list(key), use_local_synchronization=True)
+        new_group = dist.new_group(list(key), use_local_synchronization=True)
         groups[key] = new_group
     return groups[key]
 

@@ -108,8 +108,8 @@ class SharedGradients:
     def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:
         # A sum is under way while the next bucket is filled, and the device is waited for once, at the end.
         begun: deque[_Sum] = deque()
-        counts: list[Tensor] = []
-        summed: list[_Part] = []
+        counts = []
+        summed = []
         for bucket in _buckets(parts, self._value):
             begun.append(self._begin(group, bucket))
             summed += bucket

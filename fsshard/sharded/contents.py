@@ -53,7 +53,7 @@ class ModelBuffers:
         """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
         # Of a buffer in several places the last one counts, where the first one stands.
         # By identity, since a tensor's hash is a call of a Python function.
-        distinct: dict[int, tuple[tuple[str, str], Tensor]] = {}
+        distinct = {}
         for part, module in self._parts.items():
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -105,8 +105,8 @@ class ModelBuffers:
             self._layout = per_rank(group, layout)[self.source]
             return False
         if not is_first:
-            own: list[Tensor] = []
-            sent: list[Tensor] = []
+            own = []
+            sent = []
             for (place, kind), part in zip(self._layout.items(), message[1:].split(sizes), strict=True):
                 if layout.get(place) == kind:
                     own.append(buffers[place])
@@ -145,8 +145,8 @@ def _bytes_of(buffer: Tensor) -> Tensor:
 
 def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     """Copy the bytes that rank 0 has sent to where the buffers are."""
-    dense: list[Tensor] = []
-    sent: list[Tensor] = []
+    dense = []
+    sent = []
     for buffer, part in zip(buffers, parts, strict=True):
         if buffer.is_contiguous():
             dense.append(_bytes_of(buffer))
@@ -168,11 +168,11 @@ def check_same_parameters(backend: Backend) -> None:
     Raises:
         ModelError: names what was added, replaced or removed.
     """
-    added: list[str] = []
-    replaced: list[str] = []
-    removed: list[str] = []
+    added = []
+    replaced = []
+    removed = []
     modules = set(backend.module.modules())
-    wrapped: set[tuple[nn.Module, str]] = set()
+    wrapped = set()
     for entry in backend.all:
         for slot in entry.slots:
             wrapped.add((slot.owner, slot.stored))
@@ -185,7 +185,7 @@ def check_same_parameters(backend: Backend) -> None:
         is_new = isinstance(slot.parameter, nn.Parameter) and (slot.owner, slot.stored) not in wrapped
         if is_new and slot.parameter.requires_grad and slot.parameter not in backend.settings.ignored:
             added.append(slot.name)
-    texts: list[str] = []
+    texts = []
     for change, names in (("added", added), ("replaced", replaced), ("removed", removed)):
         more = ", ..." if len(names) > 5 else ""
         if names:

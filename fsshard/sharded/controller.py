@@ -346,5 +346,5 @@ class ModelController:
     @functools.cached_property
     def _entry_of(self) -> dict[str | int, Entry]:
         """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
-        names: dict[str | int, Entry] = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
+        names = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
         return {id(entry.parameter): entry for entry in self.backend.all} | names

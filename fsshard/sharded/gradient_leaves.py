@@ -37,7 +37,7 @@ class LeafLoops:
     def run(self, leaves: int, seed: int | None) -> Iterator[int]:
         """Yield this rank's leaves of one step, and leave the mean of all ranks' gradients. Collective."""
         controller = self._controller
-        backend: Backend = controller.backend
+        backend = controller.backend
         call = f"model.leaves({leaves})"
         controller.step.check_complete(call)
         seed = _agreed(backend, leaves, seed, call)
@@ -55,7 +55,7 @@ class LeafLoops:
     def _rounds(self, leaves: int, seed: int) -> Iterator[int]:
         """Yield this rank's leaves, and add up the gradients of each round of two per rank."""
         controller = self._controller
-        backend: Backend = controller.backend
+        backend = controller.backend
         ranks = backend.settings.world_size
         own = leaves // ranks
         # A rank has two neighbouring leaves of each round, whose sum has one order; of an odd number it has one.
@@ -110,7 +110,7 @@ class _PartialSums:
     def set_aside(self) -> None:
         """Take the gradients of a round out of ``grad``, which is zero after it."""
         rounds = 1
-        total: list[Tensor | None] = []
+        total = []
         for entry in self._entries:
             gradient = entry.grad()
             total.append(None if gradient is None else gradient.clone())
@@ -223,5 +223,5 @@ def leaf_samples(length: int, size: int, *, leaves: int, step: int, leaf: int, s
         return list(range(begin, begin + size))
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(length, generator=generator)
-    indices: list[int] = order[begin : begin + size].tolist()
+    indices = order[begin : begin + size].tolist()
     return indices

@@ -86,7 +86,7 @@ class Joined:
         self._send_buffers()  # an earlier loop may have been left in its middle
         last: list[Batch] = []
         while True:
-            batch: list[Batch] = []
+            batch = []
             if self.active:
                 batch = list(itertools.islice(batches, 1))
                 if not batch:
@@ -132,7 +132,7 @@ class Joined:
     def _weigh(self) -> None:
         """Let the mean over all ranks, which engines compute, be the mean over those that go on."""
         size = 1 if self._group is None else self._group.size()
-        weight: float | None = None
+        weight = None
         if self.ranks != size:
             weight = size / self.ranks if self.active else 0.0
         for model in self._models:
@@ -191,7 +191,7 @@ def join(models: ShardedModule | Iterable[ShardedModule] | Mapping[str, ShardedM
         ConfigurationError: something else than wrapped models, or models of different ranks.
     """
     members = wrapped_models(models, "fsshard.join")
-    ranks_of_models: set[tuple[int, ...]] = set()
+    ranks_of_models = set()
     for model in members:
         group = model.backend.settings.group
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))

@@ -278,7 +278,7 @@ class ShardedOptimizer(Optimizer):
             RankMismatch: names what differs between the ranks.
         """
         settings = self.model.backend.settings
-        facts: dict[str, str] = {}
+        facts = {}
         if settings.all_ranks > 1:
             facts = _facts(state_dict, self._left_out_by_ranks(state_dict))
         check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
@@ -454,7 +454,7 @@ def build_optimizer(
         remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go third"
         raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
-    requests: list[OptimizerRequest] = []
+    requests = []
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):

@@ -33,8 +33,8 @@ def parameters_by_keyword(
         entries: the model's parameters by name.
         find: gives the entry of a parameter or a name; raises for what is not the model's.
     """
-    named: dict[str, list[str]] = {}
-    settings: dict[str, Any] = {}
+    named = {}
+    settings = {}
     for key, value in defaults.items():
         if inspect.isgenerator(value):
             value = list(value)

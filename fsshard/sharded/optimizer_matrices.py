@@ -164,7 +164,7 @@ def is_bias(shape: torch.Size) -> bool:
 
 def matrices_of(request: Request) -> dict[str, Matrices]:
     """Return, by name, how weights are shown that are to be seen as matrices and have more dims than two. Local."""
-    matrices: dict[str, Matrices] = {}
+    matrices = {}
     for number, group in enumerate(request.groups):
         names = []
         kinds = set()  # whether those that are seen by modes are complex
@@ -263,7 +263,7 @@ def _turned_difference(
     dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),  # a class may have but one
 ) -> float:
     """Return the largest difference between the steps of U G and U times those of G, of the largest number of these."""
-    raised: Exception | None = None
+    raised = None
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(1)
         samples = []

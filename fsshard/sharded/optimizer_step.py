@@ -44,7 +44,7 @@ class _Shards:
         self.request = request
         self.backend = backend
         self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
-        names: dict[str, None] = {}
+        names = {}
         for group in request.groups:
             names.update(dict.fromkeys(group["params"]))
         # Who steps each parameter whole; None: each rank steps its part. On one rank, too: what state an optimizer may
@@ -73,8 +73,8 @@ class _Shards:
             return View(whole, is_complex, is_turned=bool(entry.kind.order), matrices=matrices)
         settings = self.backend.settings
         divided = self.backend.facts.divides == "elements" and settings.world_size > 1
-        part: tuple[int, int, int] | None = None
-        threads: int | None = None
+        part = None
+        threads = None
         if divided and settings.device.type == "cpu":
             start, stop = entry.here
             total = entry.stored_shape.numel()
@@ -94,7 +94,7 @@ class _Shards:
 
     def show(self, optimizer: Any, *, gradients: bool = True) -> list[View]:
         """Put in the groups what the optimizer is to see, and return the views among it."""
-        shown_views: list[View] = []
+        shown_views = []
         # A set of ids, since a tensor's hash is a call of a Python function.
         with_state: set[int] = set()
         for group in optimizer.param_groups:
@@ -105,7 +105,7 @@ class _Shards:
             # Not no_grad(), which takes three times as many calls in each step.
             with torch.set_grad_enabled(False):
                 pieces = pieces_in_place(views, with_state, gradients=gradients)
-                shown: list[nn.Parameter] = []
+                shown = []
                 for parameter, view, piece in zip(group["params"], views, pieces, strict=True):
                     if view is None:
                         shown.append(parameter)
@@ -122,7 +122,7 @@ class _Shards:
         """Return how each parameter of a group is shown in this step; None: as it is."""
         # Weight decay is a product with a complex number in torch: of other zeros and infinities than a real one.
         as_pairs = group.get("weight_decay") == 0
-        views: list[View | None] = []
+        views = []
         for parameter in group["params"]:
             key = id(parameter)
             if key not in self._views:
@@ -153,14 +153,14 @@ class _Shards:
 
     def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[dict[str, Any]]) -> None:
         """Put the engine's parameters into groups that the constructor has made of pieces."""
-        stored: dict[int, nn.Parameter] = {}  # by id of the piece
-        unseen: set[int] = set()  # the constructor has not seen them: this rank has no element of them
+        stored = {}  # by id of the piece
+        unseen = set()  # the constructor has not seen them: this rank has no element of them
         for view in views:
             stored.update(dict.fromkeys(map(id, view.pieces), view.parameter))
             if not view.pieces:
                 unseen.add(id(view.parameter))
         for number, group in enumerate(optimizer.param_groups):
-            kept: dict[int, nn.Parameter] = {}
+            kept = {}
             for member in group["params"]:
                 parameter = stored.get(id(member), member)
                 kept[id(parameter)] = parameter
@@ -200,7 +200,7 @@ class _Shards:
 
     def _step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run it between showing and taking back. Local, but for a closure."""
-        groups: _Groups = []
+        groups = []
         for group in optimizer.param_groups:
             groups.append(list(group["params"]))
         views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
@@ -248,7 +248,7 @@ class _Shards:
     def _readable(self, optimizer: Any, views: list[View], groups: _Groups) -> Iterator[None]:
         """Context of a closure, which finds in the optimizer what it does between steps."""
         shown = [list(group["params"]) for group in optimizer.param_groups]
-        states: dict[nn.Parameter, Any] = {}
+        states = {}
         for view in views:
             for piece in view.pieces:
                 if piece in optimizer.state:
@@ -274,7 +274,7 @@ def _shown_themselves(optimizer: Any, views: list[View]) -> _Held:
     pieces: set[int] = set()
     for view in views:
         pieces.update(map(id, view.pieces))
-    held: _Held = []
+    held = []
     for group in optimizer.param_groups:
         # A flat part without numbers has no gradient, for which many classes do not look.
         members = [parameter for parameter in group["params"] if parameter.numel()]

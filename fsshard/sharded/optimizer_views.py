@@ -51,7 +51,7 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[Block
     end in a copy as long as the block of the whole is. Each element then sits in the body or the tail as it does in the
     whole. Where torch may use several threads, each gets a stretch of a large tensor, which has a tail of its own.
     """
-    blocks: list[Block] = []
+    blocks = []
     # The elements of one thread (ATen/ParallelOpenMP.h, invoke_parallel).
     stretch = max(1, _quotient_up(total, _shares(total, threads)))
     for origin in range(0, total, stretch):
@@ -212,14 +212,14 @@ class View:
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
         """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
-        gradients: set[int] = set()
+        gradients = set()
         if foreign:
             gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
         for piece in self.pieces:
             piece.grad = None
         if not self._is_in_place(self.entry.local()):
             self.write_back()
-        values: list[Any] = []
+        values = []
         for piece in self.pieces if gradients else ():
             values += optimizer.state.get(piece, {}).values()
         if any(isinstance(value, Tensor) and memory_of(value) in gradients for value in values):
@@ -258,7 +258,7 @@ class View:
 
     def _as_at_rest(self, value: Any, local: Tensor) -> Any:
         """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
-        part: Tensor | None = getattr(value, LOCAL_TENSOR, None)
+        part = getattr(value, LOCAL_TENSOR, None)
         if part is None:
             return value
         is_complex = part.is_complex() and not local.is_complex()
@@ -277,7 +277,7 @@ class View:
             return
         self._check_can_rest(states[0], optimizer, backend)
         local = self.entry.local()
-        at_rest: dict[str, Any] = {}
+        at_rest = {}
         for key, first in states[0].items():
             values = [state[key] for state in states]
             if self._is_shaped(first):
@@ -365,7 +365,7 @@ class View:
         if self._blocks is None:
             return [seen]
         flat = seen.reshape(-1)
-        pieces: list[Tensor] = []
+        pieces = []
         for block in self._blocks:
             piece = flat[block.start : block.stop]
             if block.size:

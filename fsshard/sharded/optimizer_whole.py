@@ -142,12 +142,12 @@ class Owners:
         Raises:
             OptimizerError: another rank's step has raised.
         """
-        elements: dict[str, Tensor] = {}
+        elements = {}
         for name, entry in self.mine.items():
             # There is room then for what is sent.
             entry.gradient = None
             elements[name] = entry.elements
-        failed_ranks: set[int] = set()
+        failed_ranks = set()
         for ranks in _overlapped(bucket.to_shards(elements, failed) for bucket in self._buckets):
             failed_ranks |= ranks
         self._marks = self._mark()
@@ -200,7 +200,7 @@ def _sum_of_bits(shard: Tensor) -> Tensor:
     chunks = bits.split(CHUNK)
     # Cubes, since sums of the places alone are often equal: 1 + 2 = 3. Odd ones, whose products keep the sign bit.
     weights = (2 * torch.arange(len(chunks[0]), device=shard.device) + 1) ** 3
-    sums: list[Tensor] = []
+    sums = []
     for place, chunk in enumerate(chunks, start=1):
         weighted = chunk * weights[: len(chunk)]
         sums.append(weighted.sum() * place)
@@ -253,12 +253,12 @@ class _Bucket:
             parts: this rank's, by name.
             flag: which is returned as True everywhere if it is on any rank.
         """
-        outgoing: list[list[Tensor]] = []
+        outgoing = []
         for entries in self._of_owner:
             message = [self._header(entries, parts, flag)]
             message += [self._flat(entry, parts[entry.name]) for entry in entries]
             outgoing.append(message)
-        sizes: list[list[int]] = []
+        sizes = []
         for rank in range(self._group.size()):
             lengths = [1 + len(self._mine)]
             for entry in self._mine:
@@ -296,7 +296,7 @@ class _Bucket:
 
     def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> Callable[[], set[int]]:
         """Send what owners have; end with it written into shards, and the ranks whose flag is set. Collective."""
-        outgoing: list[list[Tensor]] = []
+        outgoing = []
         for rank in range(self._group.size()):
             message = [self._flags([flag])]
             for entry in self._mine:
@@ -329,8 +329,8 @@ class _Bucket:
         self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
     ) -> Callable[[], list[tuple[Tensor, ...]]]:
         """Send ``outgoing[rank]`` to each rank; end with what came from each, cut into tensors of these sizes."""
-        pieces: list[Tensor] = []
-        lengths_sent: list[int] = []
+        pieces = []
+        lengths_sent = []
         for message in outgoing:
             pieces += [piece.to(self._device) for piece in message]
             lengths_sent.append(sum(piece.numel() for piece in message))

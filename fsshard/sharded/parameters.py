@@ -172,7 +172,7 @@ class ParameterViews:
     def _stand_in(self, entry: Entry) -> nn.Parameter:
         with torch.inference_mode(False):  # it is kept
             value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            view: Any = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
+            view = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
         view._fsshard_entry, view._fsshard_backend = entry, self._backend
         stand_for(view, entry.parameter)
         mark_stale(

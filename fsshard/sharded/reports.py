@@ -157,9 +157,9 @@ def memory_report(
 ) -> MemoryReport:
     """Return the report of :meth:`fsshard.ShardedModule.memory_report`; ``whole`` is gathered for the user now."""
     settings = backend.settings
-    by_kind: dict[str, int] = dict.fromkeys(HELD, 0)
+    by_kind = dict.fromkeys(HELD, 0)
     on_host = 0
-    seen: set[int] = set()
+    seen = set()
     for kind, tensor in held_tensors(backend, optimizers, whole):
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -257,7 +257,7 @@ def explain(backend: Backend, estimate: Any = None) -> str:
 
 def _check_same(backend: Backend, estimate: Any) -> None:
     settings = backend.settings
-    mesh: tuple[int, ...] = (settings.world_size,)
+    mesh = (settings.world_size,)
     if settings.mesh is not None:
         mesh = tuple(settings.mesh.shape)
     theirs = {

@@ -22,7 +22,7 @@ class SameInputs:
 
     def __init__(self, backend: Backend) -> None:
         # Along other mesh dimensions than data ranks are given the same; those of a domain may all be given it whole.
-        sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")
+        sharding = sys.modules.get("fsshard.parallel.domain.sharding")
         has_domain = sharding is not None and sharding.domain_of(backend.module.modules()) is not None
         group = backend.settings.group
         alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"

@@ -203,11 +203,11 @@ def _load_by_modules(
     backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
 ) -> IncompatibleKeys:
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
-    whole: dict[str, Tensor] = {}
+    whole = {}
     for entry in backend.all:
         # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
         whole[entry.name] = stream(entry, backend.settings, backend.settings.device)
-    buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, its numbers before)
+    buffers = []  # (buffer, its numbers before)
     for key, value in raw.items():
         if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
             buffers.append((value, copied(value)))

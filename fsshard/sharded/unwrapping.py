@@ -57,7 +57,7 @@ class ModelBeforeWrap:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
         values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
-        whole: list[Tensor] = []
+        whole = []
         for entry, value in zip(backend.all, values, strict=True):
             on_host = value.detach().to("cpu", copy=True)
             whole.append(entry.kind.to_user(on_host))
@@ -67,7 +67,7 @@ class ModelBeforeWrap:
             part.restore()
         parts = {id(part.module): part for part in self._parts}
         for entry, value in zip(backend.all, whole, strict=True):
-            parameter: nn.Parameter | None = None
+            parameter = None
             for slot in entry.slots:
                 owner = parts.get(id(slot.owner))
                 if owner is None:
@@ -138,7 +138,7 @@ def _members(module: nn.Module) -> dict[str, Any]:
 
 def _reverted(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return ``now`` with the change from ``before`` to ``after`` reverted, where nothing was changed since."""
-    members: dict[str, Any] = {}
+    members = {}
     for name in {**before, **now}:
         is_ours = now.get(name, _ABSENT) is after.get(name, _ABSENT)
         source = before if is_ours else now
@@ -199,7 +199,7 @@ class _Original:
 
 def _hook_tables(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Return a module's dicts of hooks by attribute."""
-    tables: dict[str, dict[Any, Any]] = {}
+    tables = {}
     for name, value in vars(module).items():
         if name.startswith("_") and "hooks" in name and isinstance(value, dict):
             tables[name] = value
