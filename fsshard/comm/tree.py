@@ -47,7 +47,9 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     middle = split(len(parts))
-    return add_up(parts[:middle]).add_(add_up(parts[middle:]))
+    left = add_up(parts[:middle])
+    right = add_up(parts[middle:])
+    return left.add_(right)
 
 
 def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None:
@@ -56,7 +58,9 @@ def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None
         arrived.mul_(scale)
     parts = arrived.view(size, -1).unbind()
     middle = split(size)
-    torch.add(add_up(parts[:middle]), add_up(parts[middle:]), out=output.view(-1))
+    left = add_up(parts[:middle])
+    right = add_up(parts[middle:])
+    torch.add(left, right, out=output.view(-1))
 
 
 class AllReduce:
@@ -85,18 +89,20 @@ class AllReduce:
                 flat.mul_(scale)
             self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
             return
-        self._chunk = -(-flat.numel() // ranks)
+        numel = flat.numel()
+        self._chunk = -(-numel // ranks)
         sizes = []
         for rank in range(ranks):
             # Behind the last whole chunk there is a shorter one, or none.
-            left = max(0, flat.numel() - rank * self._chunk)
+            left = max(0, numel - rank * self._chunk)
             sizes.append(min(self._chunk, left))
         self._sizes = sizes
         own_size = sizes[group.rank()]
+        arriving = [own_size] * ranks
         self._arrived = flat.new_empty(ranks * own_size)
         self._lent = lend(self._arrived, flat)
         destination, source = self._lent
-        self._work = dist.all_to_all_single(destination, source, [own_size] * ranks, sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(destination, source, arriving, sizes, group=group, async_op=True)
 
     def add(self) -> list[dist.Work]:
         """Add up what has arrived, and begin to send the sums: wait for each, and then call :meth:`end`."""
@@ -114,7 +120,8 @@ class AllReduce:
     def _broadcast(self, arrived: Tensor) -> list[dist.Work]:
         # gloo's all-gather has a copy of its own of all parts, and takes 1.6 times the CPU time of these (torch 2.13).
         parts = self._flat.split(self._sizes)
-        self._add_into(parts[self._group.rank()], arrived)
+        own = parts[self._group.rank()]
+        self._add_into(own, arrived)
         self._lent = lend(*parts)
         works = []
         for rank, part in enumerate(self._lent):
@@ -124,12 +131,14 @@ class AllReduce:
 
     def _gather(self, arrived: Tensor) -> dist.Work:
         padded = self._chunk * self._group.size()
-        is_even = padded == self._flat.numel()
-        # The sum takes the place of the first part, or where ranks have chunks of other lengths, memory of its own.
-        total = arrived[: self._chunk] if is_even else self._flat.new_zeros(self._chunk)
-        self._add_into(total[: self._sizes[self._group.rank()]], arrived)
-        if not is_even:
+        # The sum takes the place of the first part.
+        total = arrived[: self._chunk]
+        if padded != self._flat.numel():
+            # Ranks have chunks of other lengths, and each sends one of full length.
+            total = self._flat.new_zeros(self._chunk)
             self._gathered = self._flat.new_empty(padded)
+        own_size = self._sizes[self._group.rank()]
+        self._add_into(total[:own_size], arrived)
         work: dist.Work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
         return work
 
@@ -140,9 +149,10 @@ class AllReduce:
     def end(self) -> Tensor:
         """Put the sums, which have arrived, into ``flat``, and return it."""
         let_go(self._lent)
-        if self._gathered is not self._flat:
-            self._flat.copy_(self._gathered[: self._flat.numel()])
-        return self._flat
+        flat = self._flat
+        if self._gathered is not flat:
+            flat.copy_(self._gathered[: flat.numel()])
+        return flat
 
     def wait(self) -> Tensor:
         """Return ``flat`` with the sums."""
@@ -170,10 +180,11 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
     total = output.view(-1)
     step = max(1, PIECE_BYTES // (ranks * given.itemsize))
     for begin in range(0, len(total), step):
-        piece = rows[:, begin : begin + step].contiguous()
+        end = begin + step
+        piece = rows[:, begin:end].contiguous()
         arrived = torch.empty_like(piece)
         lent = lend(arrived, piece)
         destination, source = lent
         dist.all_to_all_single(destination, source, group=group)
         let_go(lent)
-        add_scaled(total[begin : begin + step], arrived, ranks, scale)
+        add_scaled(total[begin:end], arrived, ranks, scale)

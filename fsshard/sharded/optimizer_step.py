@@ -43,7 +43,8 @@ class _Shards:
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
         self.request = request
         self.backend = backend
-        self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
+        # Much is looked after for other classes that torch's own do not do.
+        self.foreign = not request.of_torch
         names = {}
         for group in request.groups:
             names.update(dict.fromkeys(group["params"]))
@@ -52,14 +53,17 @@ class _Shards:
         self.owners: Owners | None = None
         if request.whole and backend.facts.divides == "elements" and names:
             self.owners = Owners(backend, list(names))
-        self.matrices = request.matrices  # as which weights of more than two dims are shown, by name
+        # As which weights of more than two dims are shown, by name.
+        self.matrices = request.matrices
         self._is_fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry) for entry in backend.all}
         # Ids of what an optimizer that reads pairs is shown as complex numbers, or as pairs of reals.
         self._two_forms: set[int] = set()
-        if request.optimizer_class in READS_PAIRS and request.see_complex and not (self.owners or self.matrices):
-            self._two_forms = {id(entry.parameter) for entry in backend.all if entry.kind.is_complex}
-        self.resting = True  # the state lies under the engine's parameters, and not under what was shown
+        is_plain = self.owners is None and not self.matrices
+        if is_plain and request.see_complex and request.optimizer_class in READS_PAIRS:
+            self._two_forms = {key for key, view in self._views.items() if view is not None and view.is_complex}
+        # Whether the state lies under the engine's parameters, and not under what was shown.
+        self.resting = True
         self._has_stepped = False
 
     def _view_of(self, entry: Entry) -> View | None:
@@ -69,7 +73,8 @@ class _Shards:
         if self.owners is not None:
             whole = self.owners.mine.get(entry.name)
             if whole is None:
-                return View(entry, False, part=(0, 0, 0))  # another rank's: in no piece
+                # Another rank steps it: here it is in no piece.
+                return View(entry, False, part=(0, 0, 0))
             return View(whole, is_complex, is_turned=bool(entry.kind.order), matrices=matrices)
         settings = self.backend.settings
         divided = self.backend.facts.divides == "elements" and settings.world_size > 1
@@ -115,7 +120,8 @@ class _Shards:
                         shown.append(piece)
                     else:
                         shown += view.begin(optimizer, self.backend, gradients=gradients)
-            group["params"][:] = shown  # in place: LBFGS keeps the list
+            # In place, since LBFGS keeps the list.
+            group["params"][:] = shown
         return shown_views
 
     def _views_of(self, group: dict[str, Any], optimizer: Any) -> list[View | None]:
@@ -130,10 +136,13 @@ class _Shards:
                     "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                 )
             view = self._views[key]
-            if view is not None and key in self._two_forms and view.is_complex == as_pairs:
-                with torch.no_grad():
-                    view.show_complex(not as_pairs, optimizer, self.backend)
-            views.append(view if view is not None and (view.is_complex or view.is_elsewhere) else None)
+            if view is not None:
+                if key in self._two_forms and view.is_complex == as_pairs:
+                    with torch.no_grad():
+                        view.show_complex(not as_pairs, optimizer, self.backend)
+                if not (view.is_complex or view.is_elsewhere):
+                    view = None
+            views.append(view)
         return views
 
     def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
@@ -153,22 +162,29 @@ class _Shards:
 
     def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[dict[str, Any]]) -> None:
         """Put the engine's parameters into groups that the constructor has made of pieces."""
-        stored = {}  # by id of the piece
-        unseen = set()  # the constructor has not seen them: this rank has no element of them
+        # By id of the piece.
+        stored = {}
+        # What the constructor has not seen, since this rank has no element of it.
+        unseen = set()
         for view in views:
-            stored.update(dict.fromkeys(map(id, view.pieces), view.parameter))
             if not view.pieces:
                 unseen.add(id(view.parameter))
+            for piece in view.pieces:
+                stored[id(piece)] = view.parameter
         for number, group in enumerate(optimizer.param_groups):
             kept = {}
             for member in group["params"]:
                 parameter = stored.get(id(member), member)
                 kept[id(parameter)] = parameter
-            given = list(groups[number]["params"]) if number < len(groups) else []
-            if kept.keys() - set(map(id, given)):  # the class makes groups of its own
-                group["params"][:] = kept.values()
+            given = {}
+            if number < len(groups):
+                given = {id(parameter): parameter for parameter in groups[number]["params"]}
+            if kept.keys() <= given.keys():
+                members = [parameter for key, parameter in given.items() if key in kept or key in unseen]
             else:
-                group["params"][:] = [p for p in given if id(p) in kept or id(p) in unseen]
+                # The class makes groups of its own.
+                members = list(kept.values())
+            group["params"][:] = members
 
     def rest(self, optimizer: Any) -> None:
         """Put the state of all parameters under the engine's, for who reads it, saves it or replaces it."""
@@ -176,7 +192,8 @@ class _Shards:
         getattr(optimizer, "put_vectors_to_rest", bool)()
         with torch.no_grad():
             for view in self._views.values():
-                if view is not None and view.pieces:  # it was shown
+                # One without pieces was not shown yet.
+                if view is not None and view.pieces:
                     view.rest(optimizer, self.backend)
 
     # ------------------------------------------------------------------------------------------ a step
@@ -188,12 +205,14 @@ class _Shards:
         else:
             failed = True
             self.owners.begin()
-            try:  # from here on the other ranks wait for finish(), whatever is raised
+            # From here on the other ranks wait for finish(), whatever is raised.
+            try:
                 result = self._step(optimizer, base_step, closure, kwargs)
                 failed = False
             finally:
                 self.owners.finish(failed)
-        if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
+        if not self._has_stepped:
+            # Once at the first step, since it raises where the state cannot be sharded.
             self._has_stepped = True
             self.rest(optimizer)
         return result
@@ -256,7 +275,8 @@ class _Shards:
         _regroup(optimizer, groups)
         yield
         _regroup(optimizer, shown)
-        if self.resting:  # the state was read: the optimizer goes on with its own, of which it may hold parts
+        if self.resting:
+            # The closure has read the state: the optimizer goes on with its own, of which it may hold parts.
             self.resting = False
             for view in views:
                 if view.pieces:
@@ -266,7 +286,8 @@ class _Shards:
 
 def _regroup(optimizer: Any, groups: _Groups) -> None:
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        group["params"][:] = members  # in place: LBFGS keeps the list
+        # In place, since LBFGS keeps the list.
+        group["params"][:] = members
 
 
 def _shown_themselves(optimizer: Any, views: list[View]) -> _Held:
@@ -279,7 +300,9 @@ def _shown_themselves(optimizer: Any, views: list[View]) -> _Held:
         # A flat part without numbers has no gradient, for which many classes do not look.
         members = [parameter for parameter in group["params"] if parameter.numel()]
         group["params"][:] = members
-        held += [(parameter, parameter.data) for parameter in members if id(parameter) not in pieces]
+        for parameter in members:
+            if id(parameter) not in pieces:
+                held.append((parameter, parameter.data))
     return held
 
 
@@ -295,11 +318,16 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
     """Make a subclass of the requested class whose ``step`` works on views of this rank's parts."""
     optimizer_class = request.optimizer_class
     if optimizer_class is torch.optim.LBFGS:
-        optimizer_class = lbfgs_over(backend, [name for group in request.groups for name in group["params"]])
-    shards, base_step = _Shards(request, backend), unhooked_step(optimizer_class)
+        names = []
+        for group in request.groups:
+            names += group["params"]
+        optimizer_class = lbfgs_over(backend, names)
+    shards = _Shards(request, backend)
+    base_step = unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
-        gradients_are_local = False  # no optimizer may see them then; only a closure can make others
+        # No optimizer may see gradients that are local; only a closure can make others.
+        gradients_are_local = False
         _fsshard_owners = shards.owners
 
         if shards.foreign or shards.owners is not None or shards.matrices:
@@ -316,7 +344,8 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
 
-    Viewing.__name__, Viewing.__qualname__ = request.optimizer_class.__name__, request.optimizer_class.__qualname__
+    Viewing.__name__ = request.optimizer_class.__name__
+    Viewing.__qualname__ = request.optimizer_class.__qualname__
     Viewing.__module__ = request.optimizer_class.__module__
     return Viewing
 

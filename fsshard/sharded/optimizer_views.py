@@ -78,25 +78,30 @@ def _evenly(block: Block, by: int, threads: int) -> list[Block]:
     """Return the block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
     start = block.start + by
     stop = block.stop + by
-    shares = _shares(stop - start, threads)
-    rounds = (stop - start) // (shares * GRID)
-    even = max(rounds * shares * GRID, (shares - 1) * GRAIN)
-    if shares == 1 or even == stop - start:
+    length = stop - start
+    shares = _shares(length, threads)
+    round_of_threads = shares * GRID
+    even = max(length // round_of_threads * round_of_threads, (shares - 1) * GRAIN)
+    if shares == 1 or even == length:
         return [block._replace(start=start, stop=stop)]
-    rest = Block(start + even, stop, 0, 0)
-    return [Block(start, start + even, 0, 0), *_evenly(rest, 0, threads)]
+    middle = start + even
+    rest = Block(middle, stop, 0, 0)
+    return [Block(start, middle, 0, 0), *_evenly(rest, 0, threads)]
 
 
 def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
     """Cut the part [start, stop) of one thread's ``total`` elements at multiples of GRID."""
     edges = {start, stop}
-    for edge in (_quotient_up(start, GRID) * GRID, stop // GRID * GRID):
+    first_on_grid = _quotient_up(start, GRID) * GRID
+    last_on_grid = stop // GRID * GRID
+    for edge in (first_on_grid, last_on_grid):
         if start < edge < stop:
             edges.add(edge)
     for first, last in itertools.pairwise(sorted(edges)):
         origin = first // GRID * GRID
         size = 0
         if first != origin or (last % GRID and last != total):
+            # In a copy as long as the block of the whole, so that body and tail are where they are there.
             size = min(origin + GRID, total) - origin
         yield Block(first - start, last - start, first - origin, size)
 
@@ -152,10 +157,13 @@ class View:
         self._place_pieces(optimizer, backend, local)
         if gradients:
             self.show_gradient()
-        at_rest = optimizer.state.pop(self.parameter, None) if self.pieces else None
-        for key, value in (at_rest or {}).items():
-            for piece, shown in zip(self.pieces, self._state_shown(value, local), strict=True):
-                optimizer.state.setdefault(piece, {})[key] = shown
+        # Without pieces nobody could have the state, which then stays where it is.
+        if self.pieces:
+            at_rest = optimizer.state.pop(self.parameter, {})
+            for key, value in at_rest.items():
+                states = self._state_shown(value, local)
+                for piece, shown in zip(self.pieces, states, strict=True):
+                    optimizer.state.setdefault(piece, {})[key] = shown
         return self.pieces
 
     def show_complex(self, shown: bool, optimizer: Any, backend: Backend) -> None:
@@ -169,27 +177,32 @@ class View:
         blocks = None
         if self._part is not None:
             blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
-        if blocks != self._blocks or not self._is_in_place(local):
+        same_blocks = blocks == self._blocks
+        if not same_blocks or not self._is_in_place(local):
             # In the same blocks the pieces stay the objects that the optimizer knows, and get other memory.
-            stay = bool(self.pieces) and blocks == self._blocks and self.shape == local.shape
+            stay = same_blocks and bool(self.pieces) and self.shape == local.shape
             if not stay:
                 self.rest(optimizer, backend)
             self._blocks = blocks
             self._place_over(local, stay)
+        requires_grad = self.parameter.requires_grad
         for piece in self.pieces:
-            if piece.requires_grad != self.parameter.requires_grad:
-                piece.requires_grad_(self.parameter.requires_grad)
+            if piece.requires_grad != requires_grad:
+                piece.requires_grad_(requires_grad)
 
     def _place_over(self, local: Tensor, stay: bool) -> None:
         values = self._cut(local)
-        if not stay or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
-            self.pieces = [nn.Parameter(value, self.parameter.requires_grad) for value in values]
-            for piece in self.pieces:
+        if not stay or self.pieces[0].dtype != values[0].dtype:
+            self.pieces = []
+            for value in values:
+                piece = nn.Parameter(value, self.parameter.requires_grad)
                 piece.__dict__.update(attributes_of(self.parameter))
+                self.pieces.append(piece)
         memory = memory_of(local)
         for piece, value in zip(self.pieces, values, strict=True):
             if stay and memory_of(value) != memory:
-                piece.data.copy_(value)  # a padded copy, or a mode: an optimizer may keep views of its memory
+                # A padded copy, or a mode: an optimizer may keep views of its memory.
+                piece.data.copy_(value)
             else:
                 piece.data = value
         self.address = local.data_ptr()
@@ -198,32 +211,40 @@ class View:
 
     def _is_in_place(self, local: Tensor) -> bool:
         """Return whether the one piece lies over ``local``."""
-        # It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
         if self._blocks is not None or len(self.pieces) != 1 or self.shape != local.shape:
             return False
+        # A piece keeps its memory alive: the same address is the same memory. What an engine has freed has none.
         return self.pieces[0].data_ptr() == local.data_ptr() == self.address
 
     def show_gradient(self) -> None:
         """Let the pieces have the engine's gradient, or none."""
         gradient = self.entry.grad()
-        parts = None if gradient is None else self._cut(gradient.detach())
-        for place, piece in enumerate(self.pieces):
-            piece.grad = None if parts is None else parts[place]
+        if gradient is None:
+            for piece in self.pieces:
+                piece.grad = None
+            return
+        for piece, part in zip(self.pieces, self._cut(gradient.detach()), strict=True):
+            piece.grad = part
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
         """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
-        gradients = set()
-        if foreign:
-            gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
+        keeps_gradient = foreign and self._keeps_gradient(optimizer)
         for piece in self.pieces:
             piece.grad = None
         if not self._is_in_place(self.entry.local()):
             self.write_back()
-        values = []
-        for piece in self.pieces if gradients else ():
-            values += optimizer.state.get(piece, {}).values()
-        if any(isinstance(value, Tensor) and memory_of(value) in gradients for value in values):
-            self.rest(optimizer, backend)  # the engine will use the gradient's memory again
+        if keeps_gradient:
+            # The engine will use the gradient's memory again; state at rest has memory of its own.
+            self.rest(optimizer, backend)
+
+    def _keeps_gradient(self, optimizer: Any) -> bool:
+        """Return whether state lies in the memory of a gradient, which classes of others may keep."""
+        gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
+        for piece in self.pieces:
+            for value in optimizer.state.get(piece, {}).values():
+                if isinstance(value, Tensor) and memory_of(value) in gradients:
+                    return True
+        return False
 
     def write_back(self) -> None:
         """Write into the local part what the pieces hold and is not in its memory already."""
@@ -249,7 +270,8 @@ class View:
         if is_tensor and value.shape == local.shape and not value.is_complex():
             return self._cut(value)
         if self._matrices is not None:
-            if is_tensor and value.shape == self.entry.shape:  # a real number per complex one
+            if is_tensor and value.shape == self.entry.shape:
+                # A real number for each complex one.
                 return self._matrices.cut(value)
             return self._matrices.state_of_pieces(value, len(self.pieces))
         # A step counter is counted up in place, by each piece.
@@ -326,16 +348,21 @@ class View:
     def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
         """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
         if piece.is_complex() != self.is_complex:
-            return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+            # A real number for each complex one.
+            return torch.zeros_like(self._seen(local), dtype=piece.dtype)
         real = torch.view_as_real(piece) if piece.is_complex() else piece
-        gradient = self.entry.grad()
-        own = gradient is None or memory_of(piece) != memory_of(gradient)
-        own = own and (self._matrices is None or self._matrices.how == "matrix")
         # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
-        fits = piece.is_contiguous() or real.shape == local.shape
-        if own and fits and self._blocks is None and not self._is_turned:
-            return real.view(local.shape)
+        if self._is_laid_as_at_rest() and (piece.is_contiguous() or real.shape == local.shape):
+            gradient = self.entry.grad()
+            if gradient is None or memory_of(piece) != memory_of(gradient):
+                return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
+
+    def _is_laid_as_at_rest(self) -> bool:
+        """Return whether the one piece has its elements in the order of the local part."""
+        if self._blocks is not None or self._is_turned:
+            return False
+        return self._matrices is None or self._matrices.how == "matrix"
 
     # ------------------------------------------------------------------------------------------ pieces
 
@@ -353,9 +380,10 @@ class View:
         else:
             flat = seen.view(-1)
             for block, piece in zip(self._blocks, pieces, strict=True):
+                target = flat[block.start : block.stop]
                 if block.size:
-                    piece = piece[block.offset :][: block.stop - block.start]
-                _write_to(flat[block.start : block.stop], piece)
+                    piece = piece.narrow(0, block.offset, len(target))
+                _write_to(target, piece)
 
     def _cut(self, local: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
@@ -378,8 +406,10 @@ class View:
     def _seen(self, local: Tensor) -> Tensor:
         shown = local
         if self.is_complex and not local.is_complex():
-            # A flat shard is of whole numbers.
-            pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)
+            pairs = local
+            if local.dim() == 1:
+                # A flat shard is of whole numbers: no pair is cut.
+                pairs = local.view(local.numel() // 2, 2)
             shown = torch.view_as_complex(viewable(pairs))
         if not self._is_turned or local.shape != self.entry.stored_shape:
             return shown
@@ -437,7 +467,8 @@ def pieces_in_place(
         try:
             pairs = part if part.dim() > 1 else part.view(part.numel() // 2, 2)
             piece.grad = torch.view_as_complex(pairs)
-        except RuntimeError:  # it begins at an odd place
+        except RuntimeError:
+            # A part that begins at an odd place has no complex view, and is copied.
             view.show_gradient()
     return pieces
 
