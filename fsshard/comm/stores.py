@@ -24,11 +24,13 @@ from fsshard.errors import LaunchError
 from fsshard.torch_private.c10d import backend_of, device_types, store_of, timeout_of_options
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 1024  # connections that wait to be accepted: every rank opens several at once
+# Connections that wait to be accepted: every rank opens several at once.
+BACKLOG = 1024
 
 # For one answer; less where the process group's own timeout is shorter. On an idle network it takes microseconds.
 ANSWER_SECONDS = 30.0
-SLICES = 16  # in which an answer's time passes
+# An answer's time passes in so many slices.
+SLICES = 16
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 
 Answer = TypeVar("Answer")

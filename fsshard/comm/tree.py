@@ -31,7 +31,8 @@ def siblings(rank: int, size: int) -> list[range]:
     high = size
     blocks = []
     while high - low > 1:
-        middle = low + split(high - low)
+        left_size = split(high - low)
+        middle = low + left_size
         if rank < middle:
             blocks.append(range(middle, high))
             high = middle
@@ -98,11 +99,11 @@ class AllReduce:
             sizes.append(min(self._chunk, left))
         self._sizes = sizes
         own_size = sizes[group.rank()]
-        arriving = [own_size] * ranks
+        arriving_sizes = [own_size] * ranks
         self._arrived = flat.new_empty(ranks * own_size)
         self._lent = lend(self._arrived, flat)
         destination, source = self._lent
-        self._work = dist.all_to_all_single(destination, source, arriving, sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(destination, source, arriving_sizes, sizes, group=group, async_op=True)
 
     def add(self) -> list[dist.Work]:
         """Add up what has arrived, and begin to send the sums: wait for each, and then call :meth:`end`."""
@@ -113,7 +114,8 @@ class AllReduce:
         self._work.wait()
         let_go(self._lent)
         # A simulation's tensors are on the CPU whatever device it is for: its group of fake ranks tells.
-        if self._flat.is_cpu and dist.get_backend(self._group) != "fake":
+        is_simulated = dist.get_backend(self._group) == "fake"
+        if self._flat.is_cpu and not is_simulated:
             return self._broadcast(arrived)
         return [self._gather(arrived)]
 
@@ -126,7 +128,8 @@ class AllReduce:
         works = []
         for rank, part in enumerate(self._lent):
             if part.numel():
-                works.append(dist.broadcast(part, group=self._group, group_src=rank, async_op=True))
+                work = dist.broadcast(part, group=self._group, group_src=rank, async_op=True)
+                works.append(work)
         return works
 
     def _gather(self, arrived: Tensor) -> dist.Work:
@@ -178,7 +181,8 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
     ranks = group.size()
     rows = given.view(ranks, -1)
     total = output.view(-1)
-    step = max(1, PIECE_BYTES // (ranks * given.itemsize))
+    column_bytes = ranks * given.itemsize
+    step = max(1, PIECE_BYTES // column_bytes)
     for begin in range(0, len(total), step):
         end = begin + step
         piece = rows[:, begin:end].contiguous()

@@ -95,7 +95,8 @@ def _view_property(name: str, kind: Kind) -> property:
             or shown.data_ptr() != stored.data_ptr()
         ):
             return kept.show(name, stored, own_kind)
-        if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
+        if shown._fsshard_written != version_of(stored):
+            # An optimizer has written it; the next use makes new nodes.
             run_first_from(shown, stored)
         return shown
 
@@ -135,7 +136,8 @@ class Flattened(nn.Module):
             if users in shown and shown[users]._fsshard_stored.grad_fn is not None:
                 del shown[users]
             is_stored = name in parameters
-            if type(value) is Tensor and not is_stored:  # FSDP1, several times in each step
+            if type(value) is Tensor and not is_stored:
+                # FSDP1 does so, several times in each step.
                 self.__dict__[name] = value
                 return
             # FSDP2, two times in each step: what nn.Module does with a leaf in the place of another.
@@ -232,7 +234,8 @@ class Flattened(nn.Module):
             return cast(Any, super())._apply(on_value, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with showing_the_users([self]):  # the class's own methods run as written
+        # The class's own methods run as written.
+        with showing_the_users([self]):
             cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
             return
@@ -286,7 +289,8 @@ class _FlattenedContainer(Flattened):
         return dict(cast(Any, self).items())
 
     def __ror__(self, other: Any) -> dict[str, Any]:
-        return dict(other.items()) | self.copy()  # Python asks it before a plain ParameterDict's own __or__
+        # Python asks it before a plain ParameterDict's own __or__.
+        return dict(other.items()) | self.copy()
 
 
 def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:

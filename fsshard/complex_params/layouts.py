@@ -63,7 +63,8 @@ class DTensorLayout(Layout):
         from torch.distributed.tensor import DTensor
 
         form: dict[str, Any] = {}
-        if self.shape:  # a 0-dim one has none
+        if self.shape:
+            # A 0-dim one has none.
             form = {"shape": self.shape, "stride": self.stride}
         dtensor: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
         return dtensor
@@ -76,7 +77,8 @@ class DTensorLayout(Layout):
 
         # As reals: not every communication library knows complex numbers.
         real = torch.view_as_real(part) if part.is_complex() else part
-        shape = torch.Size([*self.shape, *real.shape[len(self.shape) :]])  # halves of complex numbers come last
+        # Halves of complex numbers come last.
+        shape = torch.Size([*self.shape, *real.shape[len(self.shape) :]])
         if not shape:
             return part.clone()
         stride = torch.empty(shape, device="meta").stride()

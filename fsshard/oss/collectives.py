@@ -14,7 +14,8 @@ from fsshard.comm.agreement import broadcast_tensors
 from fsshard.errors import NotTogether, RankMismatch
 from fsshard.torch_private.c10d import device_types
 
-MOST_BYTES = 25 * 2**20  # that are sent together, as by DDP
+# Most bytes that are sent together, as by DDP.
+MOST_BYTES = 25 * 2**20
 
 
 def come_together(group: Any, call: str) -> None:

@@ -21,7 +21,8 @@ from fsshard.oss.collectives import as_dense
 from fsshard.oss.partition import dense_strides
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
-_ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
+# Of a segment, in bytes: the largest element there is.
+_ALIGNMENT = 16
 
 
 class _Segment:

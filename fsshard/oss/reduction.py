@@ -29,8 +29,10 @@ from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 
 log = logging.getLogger("fsshard")
 
-SLOTS = 4  # buckets in flight
-EVERYWHERE = -1  # in place of an owner
+# Buckets in flight.
+SLOTS = 4
+# In place of an owner: all ranks have the gradient.
+EVERYWHERE = -1
 # Who reduces a parameter's gradient. No attribute of the parameter: torch.save would pickle it.
 _reducing: Any = WeakTensorKeyDictionary()
 
@@ -88,21 +90,29 @@ class Reduction:
             self._bucket_of.update(dict.fromkeys(bucket.indices, bucket))
         # Parameters whose gradient here is a mean. What is frozen is among them, too: it may be thawed with its mean.
         self._means: set[Tensor] = set() if before is None else before._means
-        self._has_means = False  # owners may have some that nobody has dropped; the same on all ranks
-        self._aside: dict[int, Tensor] = {}  # means, while the backward adds to them
-        self._arrived: set[int] = set()  # gradients that have not been reduced
+        # Whether owners may have some that nobody has dropped; the same on all ranks.
+        self._has_means = False
+        # Means that are set aside while the backward adds to them.
+        self._aside: dict[int, Tensor] = {}
+        # Gradients that have not been reduced.
+        self._arrived: set[int] = set()
         if before is not None:
             for index, parameter in enumerate(self.parameters):
                 is_thawed = parameter.grad is not None and parameter not in before._index
                 if is_thawed and parameter not in self._means:
                     self._arrived.add(index)
-        self._deferred: set[int] = set()  # gradients that come in parts, or at the end of an inner backward
+        # Gradients that come in parts, or at the end of an inner backward.
+        self._deferred: set[int] = set()
         self._learning = True
-        self._task: int | None = None  # the graph task of the outermost backward that runs
-        self._quiet = False  # it began under no_sync
+        # The graph task of the outermost backward that runs.
+        self._task: int | None = None
+        # Whether it began under no_sync.
+        self._quiet = False
         self._launched = 0
-        self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
-        self._late: set[int] = set()  # came after their bucket had left
+        # A module on several GPUs has several threads in its backward.
+        self._lock = threading.RLock()
+        # Gradients that came after their bucket had left.
+        self._late: set[int] = set()
         self.local = False
         self._warned = False
         self._hooks: list[Any] = []
@@ -191,7 +201,8 @@ class Reduction:
     def _take_mean(self, i: int) -> Tensor | None:
         """Return the mean that gradient ``i`` is added to, if there is one, and leave this rank's part in ``grad``."""
         parameter = self.parameters[i]
-        if not self._means or parameter not in self._means:  # a look at the set first: hashing a tensor takes its time
+        # A look at the set first: hashing a tensor takes its time.
+        if not self._means or parameter not in self._means:
             return self._aside.pop(i, None)
         self._means.discard(parameter)
         mean = parameter.grad
@@ -206,7 +217,8 @@ class Reduction:
         if parameter.grad is None:
             parameter.grad = mean
             self._means.add(parameter)
-        else:  # the owner's part becomes what, added up and divided by the number of ranks, gives the mean with all
+        else:
+            # The owner's part becomes what, added up and divided by the number of ranks, gives the mean with all.
             parameter.grad = mean * self.group.size() + parameter.grad.detach()
 
     def _came(self, i: int) -> None:
@@ -221,7 +233,8 @@ class Reduction:
             return
         bucket = self._bucket_of[i]
         if self._task != current_graph_task_id():
-            self._deferred.add(i)  # an inner backward, and others may add to it again
+            # It comes from an inner backward, and others may add to it again.
+            self._deferred.add(i)
             if bucket in self._buckets[: self._launched]:
                 self._late.add(i)
         elif not self._learning and i not in self._deferred:
@@ -255,7 +268,8 @@ class Reduction:
         """Raise if a backward never ended."""
         if self._task is None or current_graph_task_id() != -1:
             return
-        if self._quiet:  # under no_sync, where nothing is sent: as under DDP, what came before the error is kept
+        if self._quiet:
+            # Nothing was sent: as under DDP, what came before the error is kept.
             self._task = None
         else:
             raise GradientError(
@@ -270,11 +284,13 @@ class Reduction:
         elif self._arrived:
             self._flush()
             self._learning = False
-        else:  # torch.autograd.grad
+        else:
+            # No gradient came: it was torch.autograd.grad.
             self._task = None
 
     def _launch_complete(self) -> None:
-        with self._lock:  # the last one stays for the end
+        # The last bucket stays for the end of the backward.
+        with self._lock:
             while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].waiting:
                 self._launch()
 
@@ -388,7 +404,8 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     """Tell whether this backward adds a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running" it
+    except RuntimeError:
+        # "A leaf node was passed to _will_engine_execute_node but we are currently running" it.
         return False
 
 

@@ -96,7 +96,8 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module = len(devices) > 1
         self.device_type = kinds[0]
         self._reduction: Reduction | None = None
-        self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
+        # Whether no gradient has a graph of its own; FairScale looks at the first forward.
+        self._checked = False
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
@@ -137,7 +138,8 @@ class ShardedDataParallel(nn.Module):
 
     def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
-        first = next(iter(self._all_params))  # whoever moves or casts a module does it to all of it
+        # Whoever moves or casts a module does it to all of it: one parameter tells.
+        first = next(iter(self._all_params))
         return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
 
     def _find_params(self) -> Iterator[nn.Parameter]:
@@ -182,16 +184,19 @@ class ShardedDataParallel(nn.Module):
             self._before_forward()
         output = self.module(*inputs, **kwargs)
         for tensor in grad_tensors(output) if torch.is_grad_enabled() else ():
-            if tensor.grad_fn is not None:  # hooks on a parameter would stay
+            # Hooks on a parameter, which a model may return, would stay.
+            if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward_starts)
         return output
 
     def _before_forward(self) -> None:
         assert self._reduction is not None
         if self._reduction.is_detached and not (self.training and torch.is_grad_enabled()):
-            return  # it can be called; a backward raises
+            # It can be called; a backward raises.
+            return
         reduction = self._check_attached()
-        if current_graph_task_id() != -1:  # a checkpoint runs it again, in a backward
+        if current_graph_task_id() != -1:
+            # A checkpoint runs it again, in a backward.
             if torch.is_grad_enabled():
                 reduction.begins()
             return
@@ -226,7 +231,8 @@ class ShardedDataParallel(nn.Module):
         self._check_attached().silenced += 1
         try:
             yield
-        finally:  # FairScale 0.4.13 has none: an error inside would leave accumulation on for good
+        finally:
+            # FairScale 0.4.13 does not do so: an error inside would leave accumulation on for good.
             self._check_attached().silenced -= 1
 
     def reduce(self) -> None:

@@ -14,8 +14,10 @@ from fsshard.parallel.meshes import data_slice, is_flattened_with_parts, role_of
 class DataRank(NamedTuple):
     """A rank's place among those that see other samples."""
 
-    rank: int  # which of the ``size`` parts of every batch it sees, from 0 on
-    size: int  # into how many parts a batch is divided
+    # Which of the ``size`` parts of every batch it sees, from 0 on.
+    rank: int
+    # Into how many parts a batch is divided.
+    size: int
 
 
 def data_rank(mesh: Any = None) -> DataRank:
@@ -60,7 +62,8 @@ def _dimensions(mesh: Any) -> list[int]:
             "same samples; pass the mesh before it was flattened, or a slice of its data dimensions"
         )
     if mesh.ndim == 1 and roles != ["model"]:
-        return [0]  # a slice, whatever its name
+        # A slice, whatever its name.
+        return [0]
     unknown = [name for name in names if role_of(name) is None]
     data = [dim for dim, role in enumerate(roles) if role not in (None, "model")]
     if unknown or not data:

@@ -67,7 +67,8 @@ class SharedGradients:
                     self.parts.append(_Part(entry, layout))
         self._owned = owned
         self._device = device
-        self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
+        # Names of the parameters whose gradients have their sums.
+        self._summed: set[str] = set()
         self._simulated = False
 
     def simulate(self) -> None:

@@ -61,7 +61,8 @@ class ShardedModule(nn.Module):
         self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
         self.__dict__["backend"] = backend
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
-        self.__dict__["_fsshard"] = controller  # from here on a write of a name is a write to the user's model
+        # From here on a write of a name is a write to the user's model.
+        self.__dict__["_fsshard"] = controller
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(controller)
         for entry in backend.all:
@@ -119,7 +120,8 @@ class ShardedModule(nn.Module):
                 # Functions of FSDP1 look for their units in a module's children, and not in those of a module that is
                 # marked so (torch 2.13). get_optimizer_state_dict would put together what is whole already.
                 return {"replicate": None}
-            if name.startswith("_ddp_"):  # the first thing that torch's DDP looks for
+            if name.startswith("_ddp_"):
+                # The first thing that torch's DDP looks for.
                 raise ModelError(
                     "DistributedDataParallel(model): expected a bare model, got what fsshard.wrap returned, which "
                     "trains on all ranks already; call it as it is, with backend='ddp' for DDP"
@@ -138,11 +140,13 @@ class ShardedModule(nn.Module):
             )
         is_torchs = name in self.__dict__ or hasattr(nn.Module, name)
         if is_built and not is_torchs and hasattr(self.module, name):
-            setattr(self.module, name, value)  # a write must reach what a read would give
+            # A write must reach what a read would give.
+            setattr(self.module, name, value)
             return
         if is_built and isinstance(value, (nn.Parameter, nn.Buffer, nn.Module)):
             _check_trains_nothing(name, value)
-            setattr(self.module, name, value)  # on the wrapper it would be in no list and no state dict
+            # On the wrapper it would be in no list and no state dict.
+            setattr(self.module, name, value)
             return
         super().__setattr__(name, value)
 
@@ -363,12 +367,14 @@ class ShardedModule(nn.Module):
         Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones raises.
         """
         if self.backend.facts.has_dtensors:
-            self.backend.reshard()  # who writes to them shall be seen by the next forward
+            # What is written to them must be seen by the next forward.
+            self.backend.reshard()
         for entry in self.backend.all:
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._fsshard.shown(entry)
             for name in names:
-                if recurse or "." not in name:  # else only those of the root module itself
+                # Without recurse only those of the root module itself.
+                if recurse or "." not in name:
                     yield f"{prefix}.{name}" if prefix else name, shown
         for name, parameter in self.backend.settings.ignored.parameters.items():
             if recurse or "." not in name:
@@ -586,7 +592,8 @@ CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__"
 """Methods that Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
-@functools.cache  # by names: the user's class is not kept alive
+# By names, so that the user's class is not kept alive.
+@functools.cache
 def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """Return a ShardedModule with those of :data:`CONTAINERS` that the user's class has: ``model[0]`` is its ``[0]``.
 

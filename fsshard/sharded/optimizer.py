@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from fsshard.sharded.module import ShardedModule
 
 
+Groups = list[dict[str, Any]]
+
+
 class ShardedOptimizer(Optimizer):
     """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.
 
@@ -449,7 +452,7 @@ def _members(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     return members
 
 
-def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def groups_by_name(optimizer: ShardedOptimizer) -> Groups:
     """Return the optimizer's groups with names in place of parameters."""
     find_entry = optimizer.model._fsshard.find_entry
     groups = []
@@ -595,7 +598,7 @@ def _told(given: object) -> str:
     return f"an instance of {name}; pass the class and its settings: build_optimizer(model, {name}, lr=...)"
 
 
-def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
+def _resolved(model: ShardedModule, given: Iterable[Any]) -> Groups:
     """Return groups of names for what torch's optimizers take: parameters, names, pairs, or dicts of them."""
     groups = [given] if isinstance(given, (str, Tensor)) else list(given)
     if groups and not isinstance(groups[0], dict):
@@ -615,7 +618,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
     return resolved
 
 
-def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> Groups:
     """Return groups of names as groups of the engine's parameters."""
     if any("see" in group for group in groups):
         raise OptimizerError("'see' in a group added later: how weights are shown is fixed; build another optimizer")
@@ -642,7 +645,7 @@ def check_unstepped(optimizer: object) -> None:
             )
 
 
-def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> list[dict[str, Any]]:
+def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> Groups:
     """Return the groups of a torch optimizer with names (by id of parameter) in place of parameters."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):

@@ -140,10 +140,10 @@ class View:
         self._threads = threads
         self._matrices = matrices
         is_whole = isinstance(entry, WholeEntry)
-        is_plain = part is None and matrices is None and not is_turned and not is_whole
-        self.is_elsewhere = not is_plain or hasattr(entry.parameter, LOCAL_TENSOR)
-        self._may_be_alone = is_plain
-        self._blocks: list[Block] | None = None  # None: shown as it is shaped
+        self._may_be_alone = part is None and matrices is None and not is_turned and not is_whole
+        self.is_elsewhere = not self._may_be_alone or hasattr(entry.parameter, LOCAL_TENSOR)
+        # None: shown as it is shaped.
+        self._blocks: list[Block] | None = None
         self.pieces: list[nn.Parameter] = []
         self.alone: nn.Parameter | None = None
         self.address = 0
@@ -257,6 +257,7 @@ class View:
             return
         parts = [piece.grad for piece in self.pieces if piece.grad is not None]
         if len(parts) < len(self.pieces):
+            # The optimizer has dropped it.
             backend.zero_grad([self.entry], set_to_none=True)
         elif self._blocks is not None or self._matrices is not None:
             self._write(parts, gradient.detach())
@@ -291,11 +292,13 @@ class View:
     def rest(self, optimizer: Any, backend: Backend) -> None:
         """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
         states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
-        if len({frozenset(state) for state in states}) > 1:
+        keys = {frozenset(state) for state in states}
+        if len(keys) > 1:
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps different state for different parts of {self.entry.name!r}"
             )
-        if not states or not states[0]:
+        # No piece, or no state yet.
+        if not any(keys):
             return
         self._check_can_rest(states[0], optimizer, backend)
         local = self.entry.local()
@@ -303,8 +306,9 @@ class View:
         for key, first in states[0].items():
             values = [state[key] for state in states]
             if self._is_shaped(first):
-                at_rest[key] = self._memory_at_rest(first, local)
-                self._write(values, at_rest[key])
+                memory = self._memory_at_rest(first, local)
+                self._write(values, memory)
+                at_rest[key] = memory
             elif self._matrices is not None:
                 at_rest[key] = self._state_of_matrices(key, values)
             else:
@@ -313,21 +317,23 @@ class View:
 
     def _is_shaped(self, value: Any) -> bool:
         """Return whether a piece's state is a tensor with an element for each of the piece."""
-        is_plain = isinstance(value, Tensor) and not is_composite(value)
-        return is_plain and value.dim() > 0 and value.shape == self.pieces[0].shape
+        if not isinstance(value, Tensor) or is_composite(value):
+            return False
+        return value.dim() > 0 and value.shape == self.pieces[0].shape
 
     def _check_can_rest(self, state: dict[str, Any], optimizer: Any, backend: Backend) -> None:
         """Raise for state of the first piece that could not be put together."""
         is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
         for key, value in state.items():
+            what = None
             if self._is_shaped(value):
                 # A real number per complex one has no place in a part of pairs.
-                if not is_part or value.is_complex() == self.pieces[0].is_complex():
-                    continue
-                what = str(value.dtype)
+                if is_part and value.is_complex() != self.pieces[0].is_complex():
+                    what = value.dtype
             elif self._matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
+                # Each piece has one of its own, and nobody knows how they belong together.
                 what = "something of a different shape"
-            else:
+            if what is None:
                 continue
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
@@ -374,7 +380,8 @@ class View:
         if pieces[0].is_complex() == self.is_complex:
             seen = self._seen(local)
         if self._matrices is not None:
-            _write_to(seen, self._matrices.put_together(pieces, seen.shape))
+            value = self._matrices.put_together(pieces, seen.shape)
+            _write_to(seen, value)
         elif self._blocks is None:
             _write_to(seen, pieces[0])
         else:
@@ -398,7 +405,7 @@ class View:
             piece = flat[block.start : block.stop]
             if block.size:
                 padded = flat.new_zeros(block.size)
-                padded[block.offset : block.offset + piece.numel()] = piece
+                padded.narrow(0, block.offset, len(piece)).copy_(piece)
                 piece = padded
             pieces.append(piece)
         return pieces
@@ -416,6 +423,7 @@ class View:
         kind = self.entry.kind
         if shown.dim() == len(kind.order):
             return kind.turn_back(shown)
+        # Pairs have one dim more, which stays the last.
         return shown.permute(*kind.way_back, -1)
 
 
@@ -449,7 +457,9 @@ def pieces_in_place(
         piece = view.alone
         parameter = view.parameter
         local = getattr(parameter, LOCAL_TENSOR, parameter)
-        if local.data_ptr() != view.address or piece.data_ptr() != view.address or local.shape != view.shape:
+        address = view.address
+        # The engine has other memory for it, or somebody has put the piece elsewhere.
+        if local.data_ptr() != address or piece.data_ptr() != address or local.shape != view.shape:
             continue
         if id(parameter) in at_rest or piece.requires_grad != parameter.requires_grad:
             continue

@@ -87,7 +87,8 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
     data: Any = Tensor.data
-    is_meta = False  # else torch.nn.init.orthogonal_ does nothing, and says nothing (torch 2.13)
+    # On meta tensors torch.nn.init.orthogonal_ does nothing, and says nothing (torch 2.13).
+    is_meta = False
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -170,7 +171,8 @@ class ParameterViews:
         return cast(nn.Parameter, self._views[entry.name])
 
     def _stand_in(self, entry: Entry) -> nn.Parameter:
-        with torch.inference_mode(False):  # it is kept
+        # It is kept, and an inference tensor could never be trained.
+        with torch.inference_mode(False):
             value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             view = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
         view._fsshard_entry, view._fsshard_backend = entry, self._backend

@@ -131,7 +131,8 @@ class MemoryReport:
             values["max allocated"] = rank.max_allocated
             for name, value in values.items():
                 if value is not None:
-                    word = name.replace(" ", "_")  # TensorBoard takes no blanks in tags
+                    # TensorBoard takes no blanks in tags.
+                    word = name.replace(" ", "_")
                     writer.add_scalar(f"{tag}/rank{rank.rank}/{word}", value, step)
 
 
@@ -163,7 +164,8 @@ def memory_report(
     for kind, tensor in held_tensors(backend, optimizers, whole):
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        if key in seen or tensor.device.type == "meta":  # tied, or views of one buffer
+        # Tied parameters and views of one buffer are counted once.
+        if key in seen or tensor.device.type == "meta":
             continue
         seen.add(key)
         by_kind[kind] += storage.nbytes()
@@ -220,7 +222,8 @@ def held_tensors(
     kinds.append(("gradients", [entry.grad() for entry in backend.all]))
     for kind, tensors in kinds:
         for tensor in tensors_in(tensors):
-            yield kind, getattr(tensor, LOCAL_TENSOR, tensor)  # of a DTensor this rank's part
+            # Of a DTensor this rank's part.
+            yield kind, getattr(tensor, LOCAL_TENSOR, tensor)
 
 
 def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:

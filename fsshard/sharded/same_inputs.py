@@ -28,13 +28,15 @@ class SameInputs:
         alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"
         self._group = None if alone or has_domain else group
         self._device = backend.settings.device
-        self._first: Tensor | None = None  # digest of the first forward's inputs
+        # The digest of the first forward's inputs.
+        self._first: Tensor | None = None
 
     def look(self, inputs: Any) -> None:
         """Note the inputs the first time; the second time compare with the other ranks. Collective then, but once."""
         group = self._group
         if group is None or functorch_transforms_active() or type(torch.empty(0)) is not Tensor:
-            return  # in an estimate there are no numbers, and no other ranks
+            # In an estimate there are no numbers, and no other ranks.
+            return
         with disable_current_modes():
             digest = self._digest(inputs, group.rank())
             if self._first is None:

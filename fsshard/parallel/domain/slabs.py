@@ -70,8 +70,10 @@ class Mark(NamedTuple):
     """The facts that are known of a slab."""
 
     domain: Slabs
-    sizes: Sizes  # of the whole field
-    checksum: Tensor | None = None  # of the whole field, by which ranks see whether theirs is the same, if it was there
+    # The sizes of the whole field.
+    sizes: Sizes
+    # A checksum of the whole field, by which ranks see whether theirs is the same, if it was there.
+    checksum: Tensor | None = None
 
 
 _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -126,9 +128,12 @@ class Slabs:
         self.axes = tuple(axes)
         self.order = order
         self.shape: Sizes | None = None
-        self._current: Layout | None = None  # of the activations of the forward under way
-        self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
-        self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
+        # The layout of the activations of the forward under way.
+        self._current: Layout | None = None
+        # By module, the layouts of all forwards.
+        self._seen: dict[str, dict[Layout, None]] = {}
+        # Modules where the local size does not tell the layout on some rank.
+        self._confusable: set[str] = set()
         devices = {axis.device for axis in self.axes}
         self.compares_always = devices <= {"cpu"}
         self.compares_numbers = False
@@ -137,7 +142,8 @@ class Slabs:
         self.notes: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
-        return self  # a copy of a model works on the same ranks
+        # A copy of a model works on the same ranks.
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
