@@ -353,7 +353,7 @@ def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
     source: int = 0,
 ) -> None:

@@ -22,7 +22,8 @@ PIECE_BYTES = 32 * 2**20
 
 def split(size: int) -> int:
     """Return how many of ``size`` > 1 neighbours are added up on the left: the largest power of two below it."""
-    return 1 << (size - 1).bit_length() - 1
+    bits = (size - 1).bit_length()
+    return 1 << bits - 1
 
 
 def siblings(rank: int, size: int) -> list[range]:
@@ -91,12 +92,14 @@ class AllReduce:
             self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
             return
         numel = flat.numel()
-        self._chunk = -(-numel // ranks)
+        chunk = -(-numel // ranks)
         sizes = []
         for rank in range(ranks):
             # Behind the last whole chunk there is a shorter one, or none.
-            left = max(0, numel - rank * self._chunk)
-            sizes.append(min(self._chunk, left))
+            begin = rank * chunk
+            left = max(0, numel - begin)
+            sizes.append(min(chunk, left))
+        self._chunk = chunk
         self._sizes = sizes
         own_size = sizes[group.rank()]
         arriving_sizes = [own_size] * ranks
@@ -133,7 +136,8 @@ class AllReduce:
         return works
 
     def _gather(self, arrived: Tensor) -> dist.Work:
-        padded = self._chunk * self._group.size()
+        ranks = self._group.size()
+        padded = self._chunk * ranks
         # The sum takes the place of the first part.
         total = arrived[: self._chunk]
         if padded != self._flat.numel():
@@ -191,4 +195,5 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
         destination, source = lent
         dist.all_to_all_single(destination, source, group=group)
         let_go(lent)
-        add_scaled(total[begin:end], arrived, ranks, scale)
+        part = total[begin:end]
+        add_scaled(part, arrived, ranks, scale)

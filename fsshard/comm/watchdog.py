@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -416,13 +416,11 @@ class _Questions:
         self._places = places
         self._round += 1
         texts = {}
-        ranks_at: dict[str, list[int]] = {}
+        ranks_at = defaultdict(list)
         for rank, place in places.items():
             texts[rank] = place.text
-            ranks_at.setdefault(place.text, []).append(rank)
-        where = []
-        for text, ranks in ranks_at.items():
-            where.append([text, _runs(ranks)])
+            ranks_at[place.text].append(rank)
+        where = [[text, _runs(ranks)] for text, ranks in ranks_at.items()]
         waits_for_good = watchdog.rank in for_good
         is_last = waits_for_good and self._alike + 1 >= ALIKE
         news = [self._round, where, _runs(sorted(for_good)), is_last]

@@ -112,7 +112,7 @@ _gradients: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 """The engine's gradient -> what shows it, with the attributes that its user has given it."""
 
 
-def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
+def shown_gradient(gradient: Tensor, kind: Kind) -> Any:
     """Return what shows an engine's gradient: the same object as long as that is the same."""
     shown = _gradients.get(gradient)
     if shown is not None and memory_of(shown) == memory_of(gradient):
@@ -121,10 +121,10 @@ def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
     value = kind.shown(DATA.__get__(gradient))
     if memory_of(value) != memory_of(gradient):
         # A copy, of a layout that cannot be viewed.
-        return cast(Tensor, value)
+        return value
     value.__class__ = shard_tensor() if hasattr(value, LOCAL_TENSOR) else ShownGradient
     _gradients[gradient] = value
-    return cast(Tensor, value)
+    return value
 
 
 # ------------------------------------------------------------------------------------------------ classes
@@ -154,7 +154,9 @@ class AsParameter:
     # How often the stored one had been written when the view's nodes were made.
     _fsshard_written: int = -1
     data: Any = property(DATA.__get__, assign)
-    is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
+    # As of a bare one: tltorch registers it in modules that it makes in forwards.
+    is_leaf = True
+    grad_fn = None
 
     @property
     def grad(self) -> Tensor | None:
@@ -166,7 +168,7 @@ class AsParameter:
         gradient = even_gradient(stored) if kind.is_complex else stored.grad
         if gradient is None:
             return None
-        return shown_gradient(gradient, kind)
+        return shown_gradient(gradient, kind)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -221,8 +223,7 @@ class AsParameter:
         """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors."""
         # So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
         # object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
-        is_same = other is not self and stored_of(other) is self._fsshard_stored
-        if is_same:
+        if other is not self and stored_of(other) is self._fsshard_stored:
             return True
         return Tensor.__eq__(cast(Tensor, self), other)
 
@@ -292,28 +293,28 @@ class Kept(dict[str, Shown]):
     def __reduce__(self) -> Any:
         return Kept, ()
 
-    def show(self, name: str, stored: Any, kind: Kind) -> Tensor:
+    def show(self, name: str, stored: Any, kind: Kind) -> Any:
         """Show ``stored`` from now on, which is another than before, or elsewhere; return the tensor that does."""
         swapped = stored.__dict__.get(_SWAPPED)
         if swapped is not None:
-            return cast(Tensor, swapped)
+            return swapped
         self.pop(name, None)
-        found = _show(stored, kind)
-        if type(found) is Shown and _is_plain(stored) and found.data_ptr() == stored.data_ptr():
-            run_first_from(found, stored)
-            # A copy or a shard is shown for one access only.
-            self[name] = found
-        return cast(Tensor, found)
+        shown = _show(stored, kind)
+        # A copy or a shard is shown for one access only.
+        if type(shown) is Shown and _is_plain(stored) and shown.data_ptr() == stored.data_ptr():
+            run_first_from(shown, stored)
+            self[name] = shown
+        return shown
 
 
-def show_stored(stored: Tensor, kind: Kind) -> Tensor:
+def show_stored(stored: Tensor, kind: Kind) -> Any:
     """Return what shows an engine's parameter outside of modules, which may hold another tensor for a while."""
     # DTensors have no detach() in inference mode (torch 2.13).
     with torch.inference_mode(False):
         if kind.layout is not None:
             # Its module shows it as a DTensor over other mesh dimensions.
-            return cast(Tensor, _marked(kind.to_user(stored), stored, replace(kind, layout=None)))
-        return cast(Tensor, _show(stored, kind))
+            return _marked(kind.to_user(stored), stored, replace(kind, layout=None))
+        return _show(stored, kind)
 
 
 def _show(stored: Tensor, kind: Kind) -> Any:
@@ -328,9 +329,11 @@ def _show(stored: Tensor, kind: Kind) -> Any:
         return stored
     shown = _alive(stored)
     trains = shown is not None and shown._fsshard_trains == stored.requires_grad
-    if is_plain and trains and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored)):
+    if is_plain and trains:
         # A guard may watch who reads a shard, and lets everybody ask for the pointer.
-        return shown
+        is_there = getattr(shown, LOCAL_TENSOR, shown).data_ptr() == stored.data_ptr()
+        if is_there or _follow(shown, stored):
+            return shown
     with torch.enable_grad(), _outside_of_transforms() if is_plain else contextlib.nullcontext():
         value = kind.shown(stored)
     if value is stored:
@@ -348,13 +351,14 @@ def _show(stored: Tensor, kind: Kind) -> Any:
 @contextlib.contextmanager
 def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
     """Enter a context in which an engine moves ``parameters``: what shows them, and ``others``, follows."""
-    known = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
-    for each in known.values():
+    shown = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
+    for each in shown.values():
+        # It lets go of the memory that the engine leaves.
         DATA.__set__(each, each.new_empty(()).expand(each.shape))
     try:
         yield
     finally:
-        for each in known.values():
+        for each in shown.values():
             if not _follow(each, each._fsshard_stored):
                 # Modules show another one from now on.
                 each._fsshard_trains = None
@@ -411,10 +415,6 @@ def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     if functorch_transforms_active():
         return disable_functorch()
     return contextlib.nullcontext()
-
-
-def _pointer(tensor: Tensor) -> int:
-    return int(getattr(tensor, LOCAL_TENSOR, tensor).data_ptr())
 
 
 def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:

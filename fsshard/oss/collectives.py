@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,9 +98,9 @@ def as_dense(gradient: Tensor) -> Tensor:
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Put the mean over a group's gradients into each rank's, with zeros where there is none. Collective."""
     # They are added up in their own dtype: a mean that they were added to would be rounded once more in another.
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype = defaultdict(list)
     for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        by_dtype[parameter.dtype].append(parameter)
     for same_dtype in by_dtype.values():
         for run in runs(same_dtype):
             _average_run(run, group)
@@ -138,10 +139,10 @@ def share_means(
     if not parameters:
         return
     shared = used_anywhere(has_mean, group, parameters[0].device)
-    by_owner: dict[int, list[nn.Parameter]] = {}
+    by_owner = defaultdict(list)
     for parameter, owner, is_shared in zip(parameters, owners, shared, strict=True):
         if is_shared:
-            by_owner.setdefault(owner, []).append(parameter)
+            by_owner[owner].append(parameter)
     for owner, owned in by_owner.items():
         is_own = owner == group.rank()
         means = []

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -78,10 +79,12 @@ class Reduction:
         self.silenced: int = 0 if before is None else before.silenced
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._everywhere: list[int] = []
-        owned: list[int] = []
+        owned = []
         for index in reversed(range(len(self.parameters))):
-            indices = self._everywhere if owners[index] == EVERYWHERE else owned
-            indices.append(index)
+            if owners[index] == EVERYWHERE:
+                self._everywhere.append(index)
+            else:
+                owned.append(index)
         self._buckets: list[GradientBucket] = []
         if group.size() > 1:
             self._buckets = self._new_buckets(owned, reduce_dtypes, bucket_elements)
@@ -131,12 +134,11 @@ class Reduction:
         self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
     ) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
-        kinds: dict[Any, list[nn.Parameter]] = {}
+        kinds = defaultdict(list)
         for index in indices:
             parameter = self.parameters[index]
             reduce_dtype = reduce_dtypes.get(parameter)
-            kind = (reduce_dtype, reduce_dtype or real_dtype(parameter.dtype))
-            kinds.setdefault(kind, []).append(parameter)
+            kinds[reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)].append(parameter)
         buckets = []
         for (reduce_dtype, _), parameters in kinds.items():
             for run in runs(parameters, elements):
@@ -150,10 +152,10 @@ class Reduction:
                 )
                 buckets.append(bucket)
         buckets.sort(key=lambda bucket: -min(bucket.indices))
-        by_device: dict[torch.device, list[GradientBucket]] = {}
+        by_device = defaultdict(list)
         for bucket in buckets:
             device = self.parameters[bucket.indices[0]].device
-            by_device.setdefault(device, []).append(bucket)
+            by_device[device].append(bucket)
         for device, of_device in by_device.items():
             for turn in range(min(SLOTS, len(of_device))):
                 share_memory(of_device[turn::SLOTS], device)
@@ -256,7 +258,7 @@ class Reduction:
         queue_callback(self._ends)
         if self.silenced and self._has_means:
             self._has_means = False
-            indices = [index for bucket in self._buckets for index in bucket.indices]
+            indices = list(self._bucket_of)
             parameters = [self.parameters[index] for index in indices]
             owners = [self.owners[index] for index in indices]
             has_mean = [parameter in self._means and parameter.grad is not None for parameter in parameters]

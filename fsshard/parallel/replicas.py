@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -220,11 +221,12 @@ def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | 
         return
     slots = list(table.slots())
     layouts = layouts_by_name(slots, mesh)
-    parameters: dict[str, Tensor] = {}
-    for slot in slots:
+    parameters = {}
+    for slot in reversed(slots):
+        # The first of several places counts.
         if slot.name in layouts:
-            parameters.setdefault(slot.name, slot.parameter)
-    of_groups: dict[dist.ProcessGroup, list[Tensor]] = {}
+            parameters[slot.name] = slot.parameter
+    of_groups = defaultdict(list)
     for name in sorted(parameters):
         parameter = parameters[name]
         if parameter.is_meta:
@@ -232,7 +234,7 @@ def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | 
         for layout in layouts[name]:
             for shared in layout.shares:
                 if shared.size() > 1:
-                    of_groups.setdefault(shared, []).append(parameter)
+                    of_groups[shared].append(parameter)
     for shared, tensors in of_groups.items():
         broadcast_tensors(tensors, shared)
 
@@ -267,7 +269,8 @@ class SameGradients:
             return
         self._tries -= 1
         norms = {entry.name: float(self._norm(entry)) for entry in trained}
-        whole = sum(value**2 for value in norms.values() if math.isfinite(value)) ** 0.5
+        finite = [norm for norm in norms.values() if math.isfinite(norm)]
+        whole = math.hypot(*finite)
         for axis, left in self._left.items():
             own = {name: value for name, value in norms.items() if name in left}
             compared = _norms_of_ranks(axis, own)

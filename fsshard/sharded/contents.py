@@ -21,7 +21,9 @@ from fsshard.errors import ModelError
 from fsshard.state_objects import is_composite
 from fsshard.torch_private.tensors import foreach_copy_
 
-_Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
+_Place = tuple[str, str]
+"""The name of a module, and of a buffer in it."""
+_Layout = dict[_Place, tuple[torch.Size, torch.dtype]]
 
 
 class ModelBuffers:
@@ -56,7 +58,7 @@ class ModelBuffers:
         self._changed |= parts != self._parts
         self._parts = parts
 
-    def _now(self) -> dict[tuple[str, str], Tensor]:
+    def _now(self) -> dict[_Place, Tensor]:
         """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
         # Of a buffer in several places the last one counts, where the first one stands.
         # By identity, since a tensor's hash is a call of a Python function.
@@ -108,7 +110,8 @@ class ModelBuffers:
         message = torch.full((length,), changed, dtype=torch.uint8, device=self._device)
         contents = message[1:]
         if is_first and not changed and sizes:
-            torch.cat([_bytes_of(buffers[place]) for place in self._layout], out=contents)
+            parts = [_bytes_of(buffers[place]) for place in self._layout]
+            torch.cat(parts, out=contents)
         dist.broadcast(message, group=group, group_src=self.source)
         if not is_first and not self._simulated:
             changed = bool(message[0])
@@ -119,8 +122,8 @@ class ModelBuffers:
         if not is_first:
             own = []
             sent = []
-            parts = contents.split(sizes)
-            for (place, kind), part in zip(self._layout.items(), parts, strict=True):
+            received = contents.split(sizes)
+            for (place, kind), part in zip(self._layout.items(), received, strict=True):
                 if layout.get(place) == kind:
                     own.append(buffers[place])
                     sent.append(part)
@@ -146,7 +149,7 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return {public_name(name): module for name, module in model.named_modules()}
 
 
-def _layout_of(buffers: Mapping[tuple[str, str], Tensor]) -> _Layout:
+def _layout_of(buffers: Mapping[_Place, Tensor]) -> _Layout:
     return {place: (buffer.shape, buffer.dtype) for place, buffer in buffers.items()}
 
 

@@ -107,7 +107,8 @@ class ModelController:
             self.check_filled()
         backend = self.backend
         training = backend.module.training
-        divided, group = backend.facts.divides == "elements", backend.settings.group
+        divided = backend.facts.divides == "elements"
+        group = backend.settings.group
         if training or torch.is_grad_enabled() or divided:
             # Without gradients, too: DDP's second forward is collective.
             check_not_inherited(group, "the forward of a wrapped model")
@@ -124,7 +125,8 @@ class ModelController:
                 # Some frameworks set the mode of the inner module only.
                 backend.engine.training = training
             since = forward_begins()
-            if looked_at and self._refuses_derivatives():
+            # What users compile would be compiled twice for the guard.
+            if looked_at and backend.facts.has_dtensors and backend.settings.compilation is None:
                 with DerivativesGuard():
                     output = self._run(args, kwargs)
             else:
@@ -162,10 +164,6 @@ class ModelController:
             raise clearer from error
         self.step.stage = stage
         return output
-
-    def _refuses_derivatives(self) -> bool:
-        """Return whether a forward that is looked at is guarded; what users compile would be compiled twice for it."""
-        return self.backend.facts.has_dtensors and self.backend.settings.compilation is None
 
     @property
     def runs_user_code(self) -> bool:

@@ -119,7 +119,8 @@ class ShardedOptimizer(Optimizer):
                 some parameters on no rank (FairScale 0.4.13); and with ``whole=True`` where that has owners.
         """
         self._check_groups_may_change("add_param_group")
-        (group,) = with_parameters(self.model, _resolved(self.model, [param_group]))
+        resolved = _resolved(self.model, [param_group])
+        (group,) = with_parameters(self.model, resolved)
         self.inner.add_param_group(group)
         self._list_entries()
 
@@ -164,6 +165,7 @@ class ShardedOptimizer(Optimizer):
         model = self.model
         mark_stepped(self)
         if model.plan.precision.param == torch.float16 and not model._fsshard.scaled:
+            # Once for each model.
             model._fsshard.scaled = True
             warnings.warn(
                 "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
@@ -197,9 +199,11 @@ class ShardedOptimizer(Optimizer):
     def _step_owned_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step whole parameters after the closure: all ranks run it, owners or not, and once, as torch's own do."""
         if not self.request.of_torch:
-            told = f"{self.optimizer_class.__name__}.step(closure) with whole=True"
-            instead = "call forward and backward before step(), or use backend='fairscale' or 'ddp'"
-            raise UnsupportedByBackend(told, self.model.backend.name, instead)
+            raise UnsupportedByBackend(
+                f"{self.optimizer_class.__name__}.step(closure) with whole=True",
+                self.model.backend.name,
+                "call forward and backward before step(), or use backend='fairscale' or 'ddp'",
+            )
         with torch.enable_grad():
             loss = closure()
         self.finish_gradients()
@@ -257,8 +261,9 @@ class ShardedOptimizer(Optimizer):
         alone = backend.facts.divides == "nothing" or settings.world_size == 1
         if alone and settings.all_ranks == settings.world_size:
             return False
-        scaler = type(sys._getframe(1).f_locals.get("self"))
-        if not any(cls.__name__ == "ShardedGradScaler" for cls in scaler.__mro__):
+        caller = sys._getframe(1).f_locals.get("self")
+        classes = [cls.__name__ for cls in type(caller).__mro__]
+        if "ShardedGradScaler" not in classes:
             raise OptimizerError(
                 f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
                 "could disagree about a step; use fsshard.GradScaler(model)"
@@ -283,7 +288,10 @@ class ShardedOptimizer(Optimizer):
             # A call on rank 0 alone would wait for the others without a word.
             meet(settings.everyone, "optimizer.state_dict()")
         keep = settings.is_first or not rank0_only
-        state = {name: whole for name, whole in self.iterate_state() if keep and whole}
+        state = {}
+        for name, whole in self.iterate_state():
+            if keep and whole:
+                state[name] = whole
         if not keep:
             return {}
         names = [entry.name for entry in self.entries]
@@ -293,8 +301,9 @@ class ShardedOptimizer(Optimizer):
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (parameter's name, its whole state), one at a time. Collective, so run it to its end on every rank."""
         with taking_part(self.model.backend.settings.group, "optimizer.state_dict()"):
-            for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
-                yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
+            for entry, stored in gather_states(self.model.backend, self.inner, self.entries):
+                whole = {key: _to_user(entry, value) for key, value in stored.items()}
+                yield entry.name, whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, on every rank the same. Nothing changes if it does not fit. Collective.
@@ -339,14 +348,18 @@ class ShardedOptimizer(Optimizer):
 
     def keeps_state_of(self, entry: Entry) -> bool:
         """Return whether this rank keeps state of the parameter, or of a part of it."""
-        return owns_state(self.model.backend, self.inner, entry) and state_entry(self.inner, entry).local().numel() > 0
+        if not owns_state(self.model.backend, self.inner, entry):
+            return False
+        return state_entry(self.inner, entry).local().numel() > 0
 
     def _left_out_by_ranks(self, state_dict: Any) -> set[str]:
         """Return the parameters whose state some rank was not given, since it keeps none of it. Collective."""
-        # torch's set_optimizer_state_dict asks this rank's state for the keys of a flattened dict, and finds none.
-        state = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
+        state = {}
+        if isinstance(state_dict, Mapping):
+            state = state_dict.get("state", {})
         left_out = []
         for entry in self.entries:
+            # torch's set_optimizer_state_dict asks this rank's state for the keys of a flattened dict, and finds none.
             is_empty = entry.name in state and not state[entry.name]
             if is_empty and not self.keeps_state_of(entry):
                 left_out.append(entry.name)
@@ -432,7 +445,9 @@ def _to_stored(entry: Entry, value: Any) -> Any:
 
 def _facts(state_dict: Any, left_out: Collection[str]) -> dict[str, str]:
     """Return texts that must be the same on every rank where an optimizer's state dict is loaded."""
-    parts = dict(state_dict) if isinstance(state_dict, Mapping) else {"the state dict": state_dict}
+    parts = {"the state dict": state_dict}
+    if isinstance(state_dict, Mapping):
+        parts = dict(state_dict)
     for index, group in enumerate(parts.pop("param_groups", ())):
         for key, value in group.items():
             parts[f"param_groups[{index}][{key!r}]"] = value
@@ -560,7 +575,8 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
         model.backend.reshard()
 
     def made() -> Optimizer:
-        return model.backend.new_optimizer(viewing, with_parameters(model, request.groups), dict(request.defaults))
+        groups = with_parameters(model, request.groups)
+        return model.backend.new_optimizer(viewing, groups, dict(request.defaults))
 
     # Where each rank shows the constructor other parameters, it may raise on one alone.
     inner = agree(model.backend.settings.group, made) if request.whole else made()
@@ -610,7 +626,8 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> Groups:
         params = group["params"]
         members = [params] if isinstance(params, (str, Tensor)) else list(params)
         members = model.backend.settings.ignored.trainable(members)
-        named = {**group, "params": [model._fsshard.find_entry(member).name for member in members]}
+        names = [model._fsshard.find_entry(member).name for member in members]
+        named = {**group, "params": names}
         if members and isinstance(members[0], tuple):
             # Torch has done so with (name, parameter) pairs since 2.6.
             named["param_names"] = [name for name, _ in members]
@@ -620,10 +637,16 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> Groups:
 
 def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> Groups:
     """Return groups of names as groups of the engine's parameters."""
-    if any("see" in group for group in groups):
-        raise OptimizerError("'see' in a group added later: how weights are shown is fixed; build another optimizer")
     entries = model.backend.entries
-    return [{**group, "params": [entries[name].parameter for name in group["params"]]} for group in groups]
+    with_them = []
+    for group in groups:
+        if "see" in group:
+            raise OptimizerError(
+                "'see' in a group added later: how weights are shown is fixed; build another optimizer"
+            )
+        parameters = [entries[name].parameter for name in group["params"]]
+        with_them.append({**group, "params": parameters})
+    return with_them
 
 
 # ------------------------------------------------------------------------------------------------ handing one over
@@ -636,7 +659,9 @@ def check_unstepped(optimizer: object) -> None:
         raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
     for state in optimizer.state.values():
         # Adagrad has state from the start, with step 0.
-        step = state.get("step") if isinstance(state, Mapping) else None
+        step = None
+        if isinstance(state, Mapping):
+            step = state.get("step")
         if step is None or float(step) != 0:
             raise OptimizerError(
                 "the optimizer has taken steps already, and its state belongs to unsharded parameters; save both, "
@@ -652,13 +677,14 @@ def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored
         members = group["params"]
         if ignored is not None:
             members = ignored.trainable(members)
-        unknown = [p for p in members if id(p) not in names]
+        unknown = [parameter for parameter in members if id(parameter) not in names]
         if unknown:
             raise OptimizerError(
                 f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
-        groups.append({**group, "params": [names[id(p)] for p in members]})
+        own_names = [names[id(parameter)] for parameter in members]
+        groups.append({**group, "params": own_names})
     return groups
 
 
@@ -668,7 +694,8 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
     ``defaults`` can hold more (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``).
     """
     parameters = inspect.signature(type(optimizer).__init__).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return dict(optimizer.defaults)
     arguments = {key: value for key, value in optimizer.defaults.items() if key in parameters}
     # Settings that a class keeps as attributes, and not in its groups: galore_rank of neuraloperator's AdamW.

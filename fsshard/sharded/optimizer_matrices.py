@@ -265,7 +265,8 @@ def _turned_difference(
     request: Request,
     number: int,
     shapes: Sequence[tuple[int, int]],
-    dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),  # a class may have but one
+    # A class may have kernels for one of them only.
+    dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),
 ) -> float:
     """Return the largest difference between the steps of U G and U times those of G, of the largest number of these."""
     raised = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[Block
         last = min(stop, end)
         if first >= last:
             continue
-        for block in _blocks_within(first - origin, last - origin, end - origin):
+        of_thread = _blocks_within(first - origin, last - origin, end - origin)
+        for block in of_thread:
             blocks += _evenly(block, first - start, threads)
     return blocks
 
@@ -81,7 +83,8 @@ def _evenly(block: Block, by: int, threads: int) -> list[Block]:
     length = stop - start
     shares = _shares(length, threads)
     round_of_threads = shares * GRID
-    even = max(length // round_of_threads * round_of_threads, (shares - 1) * GRAIN)
+    whole_rounds = length // round_of_threads * round_of_threads
+    even = max(whole_rounds, (shares - 1) * GRAIN)
     if shares == 1 or even == length:
         return [block._replace(start=start, stop=stop)]
     middle = start + even
@@ -109,6 +112,7 @@ def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
 # ------------------------------------------------------------------------------------------------ one parameter
 
 
+@dataclass(eq=False)
 class View:
     """A parameter's local part as an optimizer is shown it: in one piece, or in blocks.
 
@@ -122,26 +126,22 @@ class View:
         address: of the local part when the pieces were made, whose ``shape`` it was.
     """
 
-    def __init__(
-        self,
-        entry: Entry,
-        is_complex: bool,
-        *,
-        is_turned: bool = False,  # a whole one is shown with its dims in the user's order
-        part: tuple[int, int, int] | None = None,  # start and stop in the whole and its size, where there are blocks
-        threads: int | None = None,  # share a tensor, and each rounds its own tail; None: all that torch may use
-        matrices: Matrices | None = None,  # as which a whole one is shown; None: as it is shaped
-    ) -> None:
-        self.entry = entry
-        self.parameter = entry.parameter
-        self.is_complex = is_complex
-        self._is_turned = is_turned
-        self._part = part
-        self._threads = threads
-        self._matrices = matrices
-        is_whole = isinstance(entry, WholeEntry)
-        self._may_be_alone = part is None and matrices is None and not is_turned and not is_whole
-        self.is_elsewhere = not self._may_be_alone or hasattr(entry.parameter, LOCAL_TENSOR)
+    entry: Entry
+    is_complex: bool
+    # Whether a whole one is shown with its dims in the user's order.
+    is_turned: bool = False
+    # Start and stop in the whole and its size, where there are blocks.
+    part: tuple[int, int, int] | None = None
+    # How many share a tensor, and each rounds its own tail; None: all that torch may use.
+    threads: int | None = None
+    # As which a whole one is shown; None: as it is shaped.
+    matrices: Matrices | None = None
+
+    def __post_init__(self) -> None:
+        self.parameter = self.entry.parameter
+        is_whole = isinstance(self.entry, WholeEntry)
+        self._may_be_alone = self.part is None and self.matrices is None and not self.is_turned and not is_whole
+        self.is_elsewhere = not self._may_be_alone or hasattr(self.parameter, LOCAL_TENSOR)
         # None: shown as it is shaped.
         self._blocks: list[Block] | None = None
         self.pieces: list[nn.Parameter] = []
@@ -175,8 +175,9 @@ class View:
 
     def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
         blocks = None
-        if self._part is not None:
-            blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
+        if self.part is not None:
+            threads = self.threads or torch.get_num_threads()
+            blocks = blocks_of(*self.part, threads)
         same_blocks = blocks == self._blocks
         if not same_blocks or not self._is_in_place(local):
             # In the same blocks the pieces stay the objects that the optimizer knows, and get other memory.
@@ -223,7 +224,8 @@ class View:
             for piece in self.pieces:
                 piece.grad = None
             return
-        for piece, part in zip(self.pieces, self._cut(gradient.detach()), strict=True):
+        parts = self._cut(gradient.detach())
+        for piece, part in zip(self.pieces, parts, strict=True):
             piece.grad = part
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
@@ -248,7 +250,8 @@ class View:
 
     def write_back(self) -> None:
         """Write into the local part what the pieces hold and is not in its memory already."""
-        self._write([piece.detach() for piece in self.pieces], self.entry.local())
+        values = [piece.detach() for piece in self.pieces]
+        self._write(values, self.entry.local())
 
     def take_gradient(self, backend: Backend) -> None:
         """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
@@ -259,7 +262,7 @@ class View:
         if len(parts) < len(self.pieces):
             # The optimizer has dropped it.
             backend.zero_grad([self.entry], set_to_none=True)
-        elif self._blocks is not None or self._matrices is not None:
+        elif self._blocks is not None or self.matrices is not None:
             self._write(parts, gradient.detach())
 
     # ------------------------------------------------------------------------------------------ state
@@ -270,11 +273,11 @@ class View:
         is_tensor = isinstance(value, Tensor)
         if is_tensor and value.shape == local.shape and not value.is_complex():
             return self._cut(value)
-        if self._matrices is not None:
+        if self.matrices is not None:
             if is_tensor and value.shape == self.entry.shape:
                 # A real number for each complex one.
-                return self._matrices.cut(value)
-            return self._matrices.state_of_pieces(value, len(self.pieces))
+                return self.matrices.cut(value)
+            return self.matrices.state_of_pieces(value, len(self.pieces))
         # A step counter is counted up in place, by each piece.
         others = [value.clone() if is_tensor else value for _ in self.pieces[1:]]
         return [value, *others]
@@ -309,7 +312,7 @@ class View:
                 memory = self._memory_at_rest(first, local)
                 self._write(values, memory)
                 at_rest[key] = memory
-            elif self._matrices is not None:
+            elif self.matrices is not None:
                 at_rest[key] = self._state_of_matrices(key, values)
             else:
                 at_rest[key] = first
@@ -323,14 +326,15 @@ class View:
 
     def _check_can_rest(self, state: dict[str, Any], optimizer: Any, backend: Backend) -> None:
         """Raise for state of the first piece that could not be put together."""
-        is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
+        is_whole = isinstance(self.entry, WholeEntry)
+        is_part = backend.facts.divides == "elements" and not is_whole
         for key, value in state.items():
             what = None
             if self._is_shaped(value):
                 # A real number per complex one has no place in a part of pairs.
                 if is_part and value.is_complex() != self.pieces[0].is_complex():
                     what = value.dtype
-            elif self._matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
+            elif self.matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
                 # Each piece has one of its own, and nobody knows how they belong together.
                 what = "something of a different shape"
             if what is None:
@@ -342,9 +346,10 @@ class View:
 
     def _state_of_matrices(self, key: str, values: list[Any]) -> Any:
         """Return as one value what is not shaped as the matrices are."""
-        assert self._matrices is not None
-        value = self._matrices.state_at_rest(values)
-        if isinstance(value, Tensor) and value.shape in (self.entry.stored_shape, self.entry.shape):
+        assert self.matrices is not None
+        value = self.matrices.state_at_rest(values)
+        shapes = (self.entry.stored_shape, self.entry.shape)
+        if isinstance(value, Tensor) and value.shape in shapes:
             raise OptimizerError(
                 f"state {key!r} of {self.entry.name!r} has the weight's shape {tuple(value.shape)}, and is none of its "
                 "matrices: a checkpoint could not tell; keep its transpose, or keep it in a list"
@@ -358,7 +363,8 @@ class View:
             return torch.zeros_like(self._seen(local), dtype=piece.dtype)
         real = torch.view_as_real(piece) if piece.is_complex() else piece
         # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
-        if self._is_laid_as_at_rest() and (piece.is_contiguous() or real.shape == local.shape):
+        has_strides = piece.is_contiguous() or real.shape == local.shape
+        if has_strides and self._is_laid_as_at_rest():
             gradient = self.entry.grad()
             if gradient is None or memory_of(piece) != memory_of(gradient):
                 return real.view(local.shape)
@@ -366,9 +372,9 @@ class View:
 
     def _is_laid_as_at_rest(self) -> bool:
         """Return whether the one piece has its elements in the order of the local part."""
-        if self._blocks is not None or self._is_turned:
+        if self._blocks is not None or self.is_turned:
             return False
-        return self._matrices is None or self._matrices.how == "matrix"
+        return self.matrices is None or self.matrices.how == "matrix"
 
     # ------------------------------------------------------------------------------------------ pieces
 
@@ -379,8 +385,8 @@ class View:
         seen = local
         if pieces[0].is_complex() == self.is_complex:
             seen = self._seen(local)
-        if self._matrices is not None:
-            value = self._matrices.put_together(pieces, seen.shape)
+        if self.matrices is not None:
+            value = self.matrices.put_together(pieces, seen.shape)
             _write_to(seen, value)
         elif self._blocks is None:
             _write_to(seen, pieces[0])
@@ -395,8 +401,8 @@ class View:
     def _cut(self, local: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
         seen = self._seen(local)
-        if self._matrices is not None:
-            return self._matrices.cut(seen)
+        if self.matrices is not None:
+            return self.matrices.cut(seen)
         if self._blocks is None:
             return [seen]
         flat = seen.reshape(-1)
@@ -418,7 +424,7 @@ class View:
                 # A flat shard is of whole numbers: no pair is cut.
                 pairs = local.view(local.numel() // 2, 2)
             shown = torch.view_as_complex(viewable(pairs))
-        if not self._is_turned or local.shape != self.entry.stored_shape:
+        if not self.is_turned or local.shape != self.entry.stored_shape:
             return shown
         kind = self.entry.kind
         if shown.dim() == len(kind.order):
@@ -475,7 +481,9 @@ def pieces_in_place(
             piece.grad = part
             continue
         try:
-            pairs = part if part.dim() > 1 else part.view(part.numel() // 2, 2)
+            pairs = part
+            if part.dim() == 1:
+                pairs = part.view(part.numel() // 2, 2)
             piece.grad = torch.view_as_complex(pairs)
         except RuntimeError:
             # A part that begins at an odd place has no complex view, and is copied.
@@ -490,6 +498,7 @@ def end_all(views: Sequence[View], optimizer: Any, backend: Backend, *, foreign:
         if piece is not None and not foreign:
             piece.grad = None
             local = getattr(view.parameter, LOCAL_TENSOR, view.parameter)
-            if local.data_ptr() == view.address == piece.data_ptr() and local.shape == view.shape:
+            is_there = local.data_ptr() == view.address == piece.data_ptr()
+            if is_there and local.shape == view.shape:
                 continue
         view.end(optimizer, backend, foreign=foreign)

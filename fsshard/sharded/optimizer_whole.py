@@ -25,6 +25,10 @@ from fsshard.torch_private.tensors import version_of
 
 T = TypeVar("T")
 
+Joined = tuple[dict[Entry, Tensor | None], bool]
+"""Whole tensors of what this rank owns, None where no rank has a part; and whether the flag is set on any rank."""
+Received = list[tuple[Tensor, ...]]
+"""From each rank, its header and the tensors behind it."""
 BUCKET_BYTES = 2**25
 """Most bytes of whole parameters whose shards are sent together. There are buffers of two at a time, each with as many
 bytes divided by the ranks."""
@@ -57,7 +61,8 @@ class WholeEntry(Entry):
         settings["cut"] = None
         numel = entry.stored_shape.numel()
         # Memory of its own, which torch aligns to 64 bytes: matrix products round by the address.
-        flat = torch.empty(numel, dtype=entry.parameter.dtype, device=entry.local().device)
+        device = entry.local().device
+        flat = torch.empty(numel, dtype=entry.parameter.dtype, device=device)
         whole = _laid(entry, flat)
         elements = whole if entry.cut is None else flat
         return cls(**settings, elements=elements, whole=whole)
@@ -79,7 +84,9 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
     # Products of a matrix with itself take elements times its smaller side.
     work = {}
     for name, shape in shapes.items():
-        smaller_side = min(shape[0], shape[1:].numel()) if shape else 1
+        smaller_side = 1
+        if shape:
+            smaller_side = min(shape[0], shape[1:].numel())
         work[name] = shape.numel() * smaller_side
     loads = [0] * ranks
     owners = {}
@@ -131,7 +138,7 @@ class Owners:
         # By load(), an average that is swapped in, or an initialisation.
         is_changed = self._marks != self._mark()
         is_changed_somewhere = False
-        exchanges = (bucket.to_owners(_gradient, is_changed) for bucket in self._buckets)
+        exchanges = (bucket.to_owners(Entry.grad, is_changed) for bucket in self._buckets)
         for wholes, is_changed_on_any in _overlapped(exchanges):
             is_changed_somewhere |= is_changed_on_any
             for entry, whole in wholes.items():
@@ -157,18 +164,21 @@ class Owners:
         for ranks in _overlapped(exchanges):
             failed_ranks |= ranks
         self._marks = self._mark()
+        # A rank whose own step has raised says why itself.
         if failed_ranks and not failed:
+            first = min(failed_ranks)
             raise OptimizerError(
-                f"the optimizer's step raised on rank {min(failed_ranks)}, which owns some parameters (whole=True); "
+                f"the optimizer's step raised on rank {first}, which owns some parameters (whole=True); "
                 "its error says why. Some weights are updated and others are not: load a checkpoint"
             )
 
     def _receive_weights(self) -> None:
-        exchanges = (bucket.to_owners(_shard, False) for bucket in self._buckets)
+        exchanges = (bucket.to_owners(Entry.local, False) for bucket in self._buckets)
         for wholes, _ in _overlapped(exchanges):
-            for entry, whole in wholes.items():
-                assert whole is not None, "every rank has sent its part"
-                self.mine[entry.name].whole.copy_(shaped(entry, whole))
+            for entry, received in wholes.items():
+                assert received is not None, "every rank has sent its part"
+                whole = self.mine[entry.name].whole
+                whole.copy_(shaped(entry, received))
 
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
@@ -185,14 +195,6 @@ class Owners:
         return marks
 
 
-def _gradient(entry: Entry) -> Tensor | None:
-    return entry.grad()
-
-
-def _shard(entry: Entry) -> Tensor:
-    return entry.local()
-
-
 def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yield what each exchange ends with, once the next has begun: a bucket is packed while another is on its way."""
     waiting: Callable[[], T] | None = None
@@ -206,7 +208,8 @@ def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 def _sum_of_bits(shard: Tensor) -> Tensor:
     """Weighted by the place, so that other signs and another order are another sum."""
-    bits = shard.reshape(-1).view(BITS[shard.element_size()])
+    integers = BITS[shard.element_size()]
+    bits = shard.reshape(-1).view(integers)
     # A bounded part at a time is there in 64 bits.
     chunks = bits.split(CHUNK)
     places = torch.arange(len(chunks[0]), device=shard.device)
@@ -250,14 +253,13 @@ class _Bucket:
         self._group = group
         self._device = device
         self._dtype = entries[0].parameter.dtype
+        # By rank, what it owns.
         self._of_owner: list[list[Entry]] = [[] for _ in range(group.size())]
         for entry in entries:
             self._of_owner[owner[entry.name]].append(entry)
         self._mine = self._of_owner[group.rank()]
 
-    def to_owners(
-        self, part_of: Callable[[Entry], Tensor | None], flag: bool
-    ) -> Callable[[], tuple[dict[Entry, Tensor | None], bool]]:
+    def to_owners(self, part_of: Callable[[Entry], Tensor | None], flag: bool) -> Callable[[], Joined]:
         """Send parts; end with whole flat tensors of what this rank owns, None where no rank has a part. Collective.
 
         Args:
@@ -277,8 +279,9 @@ class _Bucket:
             headers.append(header)
             outgoing.append([self._flags(header), *flat_parts])
         sizes = []
+        header_length = 1 + len(self._mine)
         for rank in range(self._group.size()):
-            lengths = [1 + len(self._mine)]
+            lengths = [header_length]
             for entry in self._mine:
                 start, stop = entry.part(rank)
                 lengths.append(stop - start)
@@ -287,9 +290,7 @@ class _Bucket:
         own_header = headers[self._group.rank()]
         return lambda: self._joined(received(), own_header)
 
-    def _joined(
-        self, received: Sequence[tuple[Tensor, ...]], own_header: Sequence[bool]
-    ) -> tuple[dict[Entry, Tensor | None], bool]:
+    def _joined(self, received: Received, own_header: Sequence[bool]) -> Joined:
         headers = torch.stack([pieces[0] for pieces in received])
         # For each flag, whether it is set on any rank; an estimate knows this rank's alone.
         on_any = own_header
@@ -301,7 +302,8 @@ class _Bucket:
             if not on_any[number]:
                 continue
             numel = entry.stored_shape.numel()
-            whole = torch.empty(numel, dtype=self._dtype, device=entry.local().device)
+            device = entry.local().device
+            whole = torch.empty(numel, dtype=self._dtype, device=device)
             for rank, pieces in enumerate(received):
                 start, stop = entry.part(rank)
                 whole[start:stop] = pieces[number]
@@ -325,9 +327,10 @@ class _Bucket:
         received = self._exchange(outgoing, sizes)
         return lambda: self._written(received())
 
-    def _written(self, received: Sequence[tuple[Tensor, ...]]) -> set[int]:
+    def _written(self, received: Received) -> set[int]:
         headers = []
-        for entries, (header, *pieces) in zip(self._of_owner, received, strict=True):
+        for entries, of_rank in zip(self._of_owner, received, strict=True):
+            header, *pieces = of_rank
             headers.append(header)
             for entry, piece in zip(entries, pieces, strict=True):
                 shard = entry.local()
@@ -348,24 +351,22 @@ class _Bucket:
         flat = part.detach().reshape(-1)
         return flat.to(self._device, self._dtype)
 
-    def _exchange(
-        self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
-    ) -> Callable[[], list[tuple[Tensor, ...]]]:
+    def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> Callable[[], Received]:
         """Send ``outgoing[rank]`` to each rank; end with what came from each, cut into tensors of these sizes."""
         pieces = []
         lengths_sent = []
         for message in outgoing:
             length = 0
             for piece in message:
-                pieces.append(piece.to(self._device))
                 length += piece.numel()
+                pieces.append(piece.to(self._device))
             lengths_sent.append(length)
         sent = torch.cat(pieces)
         lengths = [sum(of_rank) for of_rank in sizes]
         received = sent.new_empty(sum(lengths))
         work = dist.all_to_all_single(received, sent, lengths, lengths_sent, group=self._group, async_op=True)
 
-        def end() -> list[tuple[Tensor, ...]]:
+        def end() -> Received:
             # Some backends are done with a group of one rank at once, and return nothing to wait for.
             if work is not None:
                 work.wait()

@@ -203,23 +203,24 @@ def held_tensors(
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
     optimizers = list(optimizers)
-    kinds: list[tuple[str, Any]] = list(backend.held_by_engine().items())
     states: list[Any] = []
-    copies: list[Tensor] = []
-    for optimizer in optimizers:
-        owners = whole_owners(optimizer)
-        if owners is not None:
-            copies += [entry.whole for entry in owners.mine.values()]
-    kinds.append(("gathered units", list(whole)))
-    kinds.append(("parameters", [entry.local() for entry in backend.all]))
-    kinds.append(("parameters", list(backend.settings.ignored.parameters.values())))
-    kinds.append(("buffers", list(backend.module.buffers())))
     for optimizer in optimizers:
         for state in optimizer.state.values():
             states.append(list(state.values()))
-    kinds.append(("optimizer state", states))
-    kinds.append(("optimizer state", copies))
-    kinds.append(("gradients", [entry.grad() for entry in backend.all]))
+    # Owners' copies of whole parameters, behind all state.
+    for optimizer in optimizers:
+        owners = whole_owners(optimizer)
+        if owners is not None:
+            states += [entry.whole for entry in owners.mine.values()]
+    kinds: list[tuple[str, Any]] = [
+        *backend.held_by_engine().items(),
+        ("gathered units", list(whole)),
+        ("parameters", [entry.local() for entry in backend.all]),
+        ("parameters", list(backend.settings.ignored.parameters.values())),
+        ("buffers", list(backend.module.buffers())),
+        ("optimizer state", states),
+        ("gradients", [entry.grad() for entry in backend.all]),
+    ]
     for kind, tensors in kinds:
         for tensor in tensors_in(tensors):
             # Of a DTensor this rank's part.

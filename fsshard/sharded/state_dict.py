@@ -88,10 +88,12 @@ def gather_state_dict(
     raw = raw_state_dict(backend)
     keys = dict.fromkeys([*backend.key_order, *raw])
     # Tied keys share one tensor, as they do natively.
-    entries = dict.fromkeys(backend.entries[backend.keys[key]] for key in keys if key in backend.keys)
+    names = dict.fromkeys(backend.keys[key] for key in keys if key in backend.keys)
+    entries = [backend.entries[name] for name in names]
     whole = {}
     # Every rank goes through all of them, also one that keeps none.
-    for entry, value in zip(entries, _whole_values(backend, entries, rank0_only, device), strict=True):
+    values = _whole_values(backend, entries, rank0_only, device)
+    for entry, value in zip(entries, values, strict=True):
         whole[entry.name] = value if keep else None
     result: dict[str, Any] = {}
     if not keep:
@@ -118,7 +120,8 @@ def _whole_values(
                 yield entry.put_together(part).to(device)
         elif rank0_only:
             together = list(neighbours)
-            for entry, arrived in zip(together, to_rank0(together, settings, device), strict=True):
+            values = to_rank0(together, settings, device)
+            for entry, arrived in zip(together, values, strict=True):
                 yield None if arrived is None else entry.kind.to_user(arrived)
         else:
             for entry in neighbours:
@@ -207,7 +210,10 @@ def _is_read_by_modules(backend: Backend, state_dict: StateDict, raw: StateDict)
 
 def _load_code(module: nn.Module) -> Iterator[str]:
     """Yield the names of the Python modules whose code loads a module's state dict."""
-    yield next(cls.__module__ for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+    for cls in type(module).__mro__:
+        if "_load_from_state_dict" in vars(cls):
+            yield cls.__module__
+            break
     for hooks in (load_state_dict_pre_hooks(module), load_state_dict_post_hooks(module)):
         for hook in hooks.values():
             # The function of a functools.partial.
@@ -271,7 +277,9 @@ def _agreed_keys(
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
         for key, value in state_dict.items():
-            shapes[key] = tuple(value.shape) if isinstance(value, Tensor) else None
+            shapes[key] = None
+            if isinstance(value, Tensor):
+                shapes[key] = tuple(value.shape)
         return *check_keys(backend, state_dict, raw, strict), shapes
 
     answers = exchange(backend.settings.everyone, look) if from_rank0 else [look()]

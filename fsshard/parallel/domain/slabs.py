@@ -34,15 +34,11 @@ def even_parts(size: int, parts: int) -> Sizes:
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     for one, other in itertools.combinations(layouts, 2):
+        # Along every split dimension some rank has the same number of points in both.
         pairs = zip(one, other, strict=True)
-        if all(_have_a_size_in_common(*pair) for pair in pairs):
+        if all(any(map(int.__eq__, *pair)) for pair in pairs):
             return True
     return False
-
-
-def _have_a_size_in_common(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Return whether some rank has the same number of points in both."""
-    return any(map(int.__eq__, sizes, others))
 
 
 def layout_text(layout: Sequence[Sequence[int]]) -> str:
@@ -323,11 +319,8 @@ class Slabs:
 
     def same_ranks(self, other: Slabs) -> bool:
         """Return whether fields are split alike."""
-        splits = []
-        for domain in (self, other):
-            split = [(axis.dim, axis.ranks) for axis in domain.axes]
-            splits.append(split)
-        return splits[0] == splits[1]
+        split = [(axis.dim, axis.ranks) for axis in self.axes]
+        return split == [(axis.dim, axis.ranks) for axis in other.axes]
 
     def enter(self, layout: Layout) -> None:
         """Begin a forward, with a field that lies so. Local."""
