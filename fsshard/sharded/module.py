@@ -58,7 +58,8 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.module = backend.module
         share_non_persistent_buffers(self, backend.module)
-        self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
+        containers = [name for name in CONTAINERS if hasattr(type(backend.module), name)]
+        self.__class__ = _class_with(tuple(containers))
         self.__dict__["backend"] = backend
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
         # From here on a write of a name is a write to the user's model.
@@ -397,8 +398,9 @@ class ShardedModule(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of the user's model under their original names."""
         with self.backend.bare() as module:
-            found = list(module.named_buffers(prefix, recurse, remove_duplicate))
-        yield from ((public_name(name), buffer) for name, buffer in found)
+            buffers = list(module.named_buffers(prefix, recurse, remove_duplicate))
+        for name, buffer in buffers:
+            yield public_name(name), buffer
 
     @contextlib.contextmanager
     def full_parameters(self, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -421,7 +423,8 @@ class ShardedModule(nn.Module):
                 meet(backend.settings.group, "full_parameters()")
             backend.reshard()
             parts = ((entry, entry.local()) for entry in backend.all)
-            stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))
+            values = gather_all(parts, backend.settings.device)
+            stored = dict(zip(backend.entries, values, strict=True))
         whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         self._fsshard.whole = whole
         try:
@@ -466,9 +469,11 @@ class ShardedModule(nn.Module):
         controller = self._fsshard
         config = controller.requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
-        self._fsshard.check_filled()
-        with taking_part(self.backend.settings.group, "state_dict()"):
-            if len(set(meet(self.backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
+        controller.check_filled()
+        settings = self.backend.settings
+        with taking_part(settings.group, "state_dict()"):
+            flags = meet(settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}")
+            if len(set(flags)) > 1:
                 raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
             controller.step_counts.compare()
             controller.buffers.sync()
@@ -502,8 +507,11 @@ class ShardedModule(nn.Module):
             check_same_parameters(self.backend)
         with taking_part(self.backend.settings.group, "load_state_dict()"):
             result = load_whole(self.backend, state_dict, controller.buffers, strict, broadcast_from_rank0)
-        keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)
-        controller.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
+        # Values have come for these keys, and for the parameters behind them.
+        loaded = set(self.backend.key_order) - set(result.missing_keys)
+        keys = self.backend.keys
+        names = {keys[key] for key in loaded & keys.keys()}
+        controller.note_filled(loaded | names)
         return result
 
     # ------------------------------------------------------------------------------------------ moves
@@ -601,8 +609,10 @@ def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """
 
     # A class without __contains__, and a Sequential is one, is searched by iteration.
-    found = {name: lambda self, *args, name=name: getattr(self.module, name)(*args) for name in names}
-    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
+    methods = {name: lambda self, *args, name=name: getattr(self.module, name)(*args) for name in names}
+    if not methods:
+        return ShardedModule
+    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **methods})
 
 
 def register_forward_method(model: ShardedModule, method_name: str) -> None:

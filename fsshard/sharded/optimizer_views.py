@@ -54,7 +54,8 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[Block
     """
     blocks = []
     # The elements of one thread (ATen/ParallelOpenMP.h, invoke_parallel).
-    stretch = max(1, _quotient_up(total, _shares(total, threads)))
+    shares = _shares(total, threads)
+    stretch = max(1, _quotient_up(total, shares))
     for origin in range(0, total, stretch):
         end = min(origin + stretch, total)
         first = max(start, origin)
@@ -106,7 +107,8 @@ def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
         if first != origin or (last % GRID and last != total):
             # In a copy as long as the block of the whole, so that body and tail are where they are there.
             size = min(origin + GRID, total) - origin
-        yield Block(first - start, last - start, first - origin, size)
+        offset = first - origin
+        yield Block(first - start, last - start, offset, size)
 
 
 # ------------------------------------------------------------------------------------------------ one parameter
@@ -140,7 +142,8 @@ class View:
     def __post_init__(self) -> None:
         self.parameter = self.entry.parameter
         is_whole = isinstance(self.entry, WholeEntry)
-        self._may_be_alone = self.part is None and self.matrices is None and not self.is_turned and not is_whole
+        is_cut = self.part is not None or self.matrices is not None
+        self._may_be_alone = not (is_cut or self.is_turned or is_whole)
         self.is_elsewhere = not self._may_be_alone or hasattr(self.parameter, LOCAL_TENSOR)
         # None: shown as it is shaped.
         self._blocks: list[Block] | None = None
@@ -181,7 +184,8 @@ class View:
         same_blocks = blocks == self._blocks
         if not same_blocks or not self._is_in_place(local):
             # In the same blocks the pieces stay the objects that the optimizer knows, and get other memory.
-            stay = same_blocks and bool(self.pieces) and self.shape == local.shape
+            same_shape = self.shape == local.shape
+            stay = same_blocks and same_shape and bool(self.pieces)
             if not stay:
                 self.rest(optimizer, backend)
             self._blocks = blocks
@@ -212,7 +216,9 @@ class View:
 
     def _is_in_place(self, local: Tensor) -> bool:
         """Return whether the one piece lies over ``local``."""
-        if self._blocks is not None or len(self.pieces) != 1 or self.shape != local.shape:
+        if self._blocks is not None or len(self.pieces) != 1:
+            return False
+        if self.shape != local.shape:
             return False
         # A piece keeps its memory alive: the same address is the same memory. What an engine has freed has none.
         return self.pieces[0].data_ptr() == local.data_ptr() == self.address
@@ -241,7 +247,10 @@ class View:
 
     def _keeps_gradient(self, optimizer: Any) -> bool:
         """Return whether state lies in the memory of a gradient, which classes of others may keep."""
-        gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
+        gradients = set()
+        for piece in self.pieces:
+            if piece.grad is not None:
+                gradients.add(memory_of(piece.grad))
         for piece in self.pieces:
             for value in optimizer.state.get(piece, {}).values():
                 if isinstance(value, Tensor) and memory_of(value) in gradients:
@@ -278,9 +287,11 @@ class View:
                 # A real number for each complex one.
                 return self.matrices.cut(value)
             return self.matrices.state_of_pieces(value, len(self.pieces))
-        # A step counter is counted up in place, by each piece.
-        others = [value.clone() if is_tensor else value for _ in self.pieces[1:]]
-        return [value, *others]
+        states = [value]
+        for _ in self.pieces[1:]:
+            # A step counter is counted up in place, by each piece.
+            states.append(value.clone() if is_tensor else value)
+        return states
 
     def _as_at_rest(self, value: Any, local: Tensor) -> Any:
         """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
@@ -465,9 +476,13 @@ def pieces_in_place(
         local = getattr(parameter, LOCAL_TENSOR, parameter)
         address = view.address
         # The engine has other memory for it, or somebody has put the piece elsewhere.
-        if local.data_ptr() != address or piece.data_ptr() != address or local.shape != view.shape:
+        if local.data_ptr() != address or local.shape != view.shape:
             continue
-        if id(parameter) in at_rest or piece.requires_grad != parameter.requires_grad:
+        if piece.data_ptr() != address:
+            continue
+        if id(parameter) in at_rest:
+            continue
+        if piece.requires_grad != parameter.requires_grad:
             continue
         pieces[-1] = piece
         if not gradients:

@@ -55,7 +55,9 @@ class WholeEntry(Entry):
     @classmethod
     def of(cls, entry: Entry) -> WholeEntry:
         """Return the entry with memory for the whole, still without values."""
-        settings = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Entry)}
+        settings = {}
+        for field in dataclasses.fields(Entry):
+            settings[field.name] = getattr(entry, field.name)
         # Its owner has all of it, as if nothing divided it.
         settings["group"] = None
         settings["cut"] = None
@@ -256,7 +258,8 @@ class _Bucket:
         # By rank, what it owns.
         self._of_owner: list[list[Entry]] = [[] for _ in range(group.size())]
         for entry in entries:
-            self._of_owner[owner[entry.name]].append(entry)
+            rank = owner[entry.name]
+            self._of_owner[rank].append(entry)
         self._mine = self._of_owner[group.rank()]
 
     def to_owners(self, part_of: Callable[[Entry], Tensor | None], flag: bool) -> Callable[[], Joined]:
@@ -295,7 +298,8 @@ class _Bucket:
         # For each flag, whether it is set on any rank; an estimate knows this rank's alone.
         on_any = own_header
         if _has_values(headers):
-            on_any = headers.bool().any(dim=0).tolist()
+            is_set = headers.bool().any(dim=0)
+            on_any = is_set.tolist()
         wholes: dict[Entry, Tensor | None] = {}
         for number, entry in enumerate(self._mine, start=1):
             wholes[entry] = None
@@ -338,7 +342,8 @@ class _Bucket:
         flags = torch.cat(headers)
         if not _has_values(flags):
             return set()
-        return set(flags.nonzero().flatten().tolist())
+        ranks = flags.nonzero().flatten()
+        return set(ranks.tolist())
 
     def _flags(self, flags: Sequence[bool]) -> Tensor:
         return torch.tensor(flags, dtype=self._dtype, device=self._device)
