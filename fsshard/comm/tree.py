@@ -186,7 +186,8 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
     rows = given.view(ranks, -1)
     total = output.view(-1)
     column_bytes = ranks * given.itemsize
-    step = max(1, PIECE_BYTES // column_bytes)
+    columns = PIECE_BYTES // column_bytes
+    step = max(1, columns)
     for begin in range(0, len(total), step):
         end = begin + step
         piece = rows[:, begin:end].contiguous()

@@ -309,8 +309,9 @@ class OSS(PartitionedOptimizer, Optimizer):
         norm_type = float(norm_type)
         own = []
         for parameter in self._parameters():
-            is_own = self._param_to_rank[parameter] == self.rank
-            if is_own and parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if self._param_to_rank[parameter] == self.rank:
                 own.append(parameter)
         # The user's function: if it raises on one rank, the others must not wait for the norm.
         if filter_params_fn is not None:

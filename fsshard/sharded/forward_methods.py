@@ -47,7 +47,9 @@ class ForwardMethod:
 
     def __init__(self, owner: Any, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)
-        self._owner, self._own = weakref.ref(owner), own  # what ``fsshard.wrap`` returned is not kept alive
+        # What ``fsshard.wrap`` returned is not kept alive.
+        self._owner = weakref.ref(owner)
+        self._own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()

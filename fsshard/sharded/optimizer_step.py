@@ -266,7 +266,9 @@ class _Shards:
     @contextlib.contextmanager
     def _readable(self, optimizer: Any, views: list[View], groups: _Groups) -> Iterator[None]:
         """Context of a closure, which finds in the optimizer what it does between steps."""
-        shown = [list(group["params"]) for group in optimizer.param_groups]
+        shown = []
+        for group in optimizer.param_groups:
+            shown.append(list(group["params"]))
         states = {}
         for view in views:
             for piece in view.pieces:

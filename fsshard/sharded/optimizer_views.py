@@ -90,7 +90,8 @@ def _evenly(block: Block, by: int, threads: int) -> list[Block]:
         return [block._replace(start=start, stop=stop)]
     middle = start + even
     rest = Block(middle, stop, 0, 0)
-    return [Block(start, middle, 0, 0), *_evenly(rest, 0, threads)]
+    shared = Block(start, middle, 0, 0)
+    return [shared, *_evenly(rest, 0, threads)]
 
 
 def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
@@ -104,7 +105,8 @@ def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
     for first, last in itertools.pairwise(sorted(edges)):
         origin = first // GRID * GRID
         size = 0
-        if first != origin or (last % GRID and last != total):
+        ends_within = last % GRID and last != total
+        if first != origin or ends_within:
             # In a copy as long as the block of the whole, so that body and tail are where they are there.
             size = min(origin + GRID, total) - origin
         offset = first - origin
@@ -239,7 +241,8 @@ class View:
         keeps_gradient = foreign and self._keeps_gradient(optimizer)
         for piece in self.pieces:
             piece.grad = None
-        if not self._is_in_place(self.entry.local()):
+        local = self.entry.local()
+        if not self._is_in_place(local):
             self.write_back()
         if keeps_gradient:
             # The engine will use the gradient's memory again; state at rest has memory of its own.
@@ -267,7 +270,10 @@ class View:
         gradient = self.entry.grad()
         if gradient is None:
             return
-        parts = [piece.grad for piece in self.pieces if piece.grad is not None]
+        parts = []
+        for piece in self.pieces:
+            if piece.grad is not None:
+                parts.append(piece.grad)
         if len(parts) < len(self.pieces):
             # The optimizer has dropped it.
             backend.zero_grad([self.entry], set_to_none=True)
@@ -299,8 +305,12 @@ class View:
         if part is None:
             return value
         is_complex = part.is_complex() and not local.is_complex()
-        if part.numel() * (1 + is_complex) == local.numel():
-            return self.entry.kind.to_stored(part).reshape(local.shape)
+        numel = part.numel()
+        if is_complex:
+            numel *= 2
+        if numel == local.numel():
+            stored = self.entry.kind.to_stored(part)
+            return stored.reshape(local.shape)
         return part
 
     def rest(self, optimizer: Any, backend: Backend) -> None:
@@ -371,7 +381,8 @@ class View:
         """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
         if piece.is_complex() != self.is_complex:
             # A real number for each complex one.
-            return torch.zeros_like(self._seen(local), dtype=piece.dtype)
+            seen = self._seen(local)
+            return torch.zeros_like(seen, dtype=piece.dtype)
         real = torch.view_as_real(piece) if piece.is_complex() else piece
         # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
         has_strides = piece.is_contiguous() or real.shape == local.shape

@@ -34,8 +34,14 @@ BUCKET_BYTES = 2**25
 bytes divided by the ranks."""
 CHUNK = 65521
 """Numbers of a shard that are summed at a time."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Bytes of a number -> the integers that have its bits; two for a long one, since sums in 64 bits lose its sign."""
+BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    # Two of them, since sums in 64 bits would lose its sign.
+    8: torch.int32,
+}
+"""Bytes of a number -> the integers that have its bits."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,7 +94,8 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
     for name, shape in shapes.items():
         smaller_side = 1
         if shape:
-            smaller_side = min(shape[0], shape[1:].numel())
+            other_side = shape[1:].numel()
+            smaller_side = min(shape[0], other_side)
         work[name] = shape.numel() * smaller_side
     loads = [0] * ranks
     owners = {}
@@ -180,7 +187,8 @@ class Owners:
             for entry, received in wholes.items():
                 assert received is not None, "every rank has sent its part"
                 whole = self.mine[entry.name].whole
-                whole.copy_(shaped(entry, received))
+                stored = shaped(entry, received)
+                whole.copy_(stored)
 
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
@@ -214,9 +222,12 @@ def _sum_of_bits(shard: Tensor) -> Tensor:
     bits = shard.reshape(-1).view(integers)
     # A bounded part at a time is there in 64 bits.
     chunks = bits.split(CHUNK)
-    places = torch.arange(len(chunks[0]), device=shard.device)
-    # Cubes, since sums of the places alone are often equal: 1 + 2 = 3. Odd ones, whose products keep the sign bit.
-    weights = (2 * places + 1) ** 3
+    longest = len(chunks[0])
+    places = torch.arange(longest, device=shard.device)
+    # Odd numbers, whose products keep the sign bit.
+    odd = 2 * places + 1
+    # Cubes, since sums of the places alone are often equal: 1 + 2 = 3.
+    weights = odd**3
     sums = []
     for place, chunk in enumerate(chunks, start=1):
         weighted = chunk * weights[: len(chunk)]
@@ -280,7 +291,8 @@ class _Bucket:
                 header.append(part is not None)
                 flat_parts.append(self._flat(entry, part))
             headers.append(header)
-            outgoing.append([self._flags(header), *flat_parts])
+            message = [self._flags(header), *flat_parts]
+            outgoing.append(message)
         sizes = []
         header_length = 1 + len(self._mine)
         for rank in range(self._group.size()):
@@ -322,7 +334,8 @@ class _Bucket:
             for entry in self._mine:
                 start, stop = entry.part(rank)
                 flat = owned[entry.name].elements.reshape(-1)
-                message.append(flat[start:stop])
+                rows = flat[start:stop]
+                message.append(rows)
             outgoing.append(message)
         sizes = []
         for entries in self._of_owner:
@@ -376,7 +389,8 @@ class _Bucket:
             if work is not None:
                 work.wait()
             of_ranks = []
-            for part, of_rank in zip(received.split(lengths), sizes, strict=True):
+            parts = received.split(lengths)
+            for part, of_rank in zip(parts, sizes, strict=True):
                 of_ranks.append(part.split(list(of_rank)))
             return of_ranks
 

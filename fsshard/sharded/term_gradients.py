@@ -51,7 +51,9 @@ def term_gradients(backend: Backend, terms: Sequence[Tensor]) -> TermGradients:
         dist.all_reduce(gram, group=group)
     norms = gram.diagonal().sqrt()
     lengths = torch.outer(norms, norms)
-    cosines = torch.where(lengths == 0, 0.0, gram / lengths).clamp(-1, 1)
+    cosines = torch.where(lengths == 0, 0.0, gram / lengths)
+    # Rounding may bring the cosine of a term with itself beyond 1.
+    cosines = cosines.clamp(-1, 1)
     # Rounded as clip_grad_norm_ rounds: so that the order of sums does not show, and a weight made of a norm leaves the
     # dtype of the loss as it is.
     dtype = torch.float32

@@ -59,8 +59,9 @@ class ModelBeforeWrap:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
         shards = ((entry, entry.local()) for entry in backend.all)
+        values = gather_all(shards, backend.settings.device)
         whole = []
-        for entry, value in zip(backend.all, gather_all(shards, backend.settings.device), strict=True):
+        for entry, value in zip(backend.all, values, strict=True):
             on_host = value.detach().to("cpu", copy=True)
             whole.append(entry.kind.to_user(on_host))
         dtypes = model._fsshard.buffers.dtypes
@@ -131,7 +132,9 @@ class _Part:
         module._modules.clear()
         module._modules.update(children)
         # hand_back() puts those here later that an engine has had.
-        parameters = {name: original.alive() for name, original in self.parameters.items()}
+        parameters = {}
+        for name, original in self.parameters.items():
+            parameters[name] = original.alive()
         for name, parameter in module._parameters.items():
             if name not in parameters and name not in self._stored:
                 parameters[name] = parameter
