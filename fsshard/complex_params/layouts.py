@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Groups = list[dist.ProcessGroup]
+
 
 class Layout:
     """The parts of a parameter that ranks along other mesh dimensions hold, in the user's shape and dtype."""
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         """The groups whose ranks hold different elements of it."""
         return []
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         """The groups whose ranks hold the same values of it."""
         return []
 
@@ -51,11 +53,11 @@ class DTensorLayout(Layout):
     groups: tuple[str, ...] = ()
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if placed.is_shard()]
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if not placed.is_shard()]
 
     def as_dtensor(self, part: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class HandSplit(Layout):
     dim: int | None
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         return [self.group]
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
@@ -151,5 +153,5 @@ class Shared(Layout):
     mean: bool = False
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         return [self.group]

@@ -32,6 +32,7 @@ READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
 Shown the pairs at once they compute the same numbers, without making four views of each parameter in each step.
 """
 
+_Group = dict[str, Any]
 _Groups = list[list[nn.Parameter]]
 _Held = list[tuple[nn.Parameter, Tensor]]
 """Parameters that are shown themselves, and their memory, which is the engine's."""
@@ -124,7 +125,7 @@ class _Shards:
             group["params"][:] = shown
         return shown_views
 
-    def _views_of(self, group: dict[str, Any], optimizer: Any) -> list[View | None]:
+    def _views_of(self, group: _Group, optimizer: Any) -> list[View | None]:
         """Return how each parameter of a group is shown in this step; None: as it is."""
         # Weight decay is a product with a complex number in torch: of other zeros and infinities than a real one.
         as_pairs = group.get("weight_decay") == 0
@@ -145,7 +146,7 @@ class _Shards:
             views.append(view)
         return views
 
-    def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
+    def build(self, optimizer: Any, constructor: Any, groups: Sequence[_Group], defaults: Any) -> None:
         """Run the constructor of the user's class over what ``step`` shows.
 
         Whoever keeps parameters, or views of them (DistributedShampoo its blocks), has those that are trained.
@@ -160,7 +161,7 @@ class _Shards:
             for view in views:
                 view.end(optimizer, self.backend, foreign=False)
 
-    def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[dict[str, Any]]) -> None:
+    def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[_Group]) -> None:
         """Put the engine's parameters into groups that the constructor has made of pieces."""
         # By id of the piece.
         stored = {}
@@ -334,7 +335,7 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
 
         if shards.foreign or shards.owners is not None or shards.matrices:
 
-            def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
+            def __init__(self, groups: Sequence[_Group], **defaults: Any) -> None:
                 shards.build(self, super().__init__, groups, defaults)
 
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

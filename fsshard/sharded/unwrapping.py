@@ -29,6 +29,8 @@ _OURS = ("fsshard.", "torch.distributed.")
 _MARKS = ("_fsshard", "_fsdp", "_is_fsdp")
 _HELD = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
+Members = dict[str, Any]
+"""A module's attributes by name, or its children."""
 
 
 class ModelBeforeWrap:
@@ -142,11 +144,11 @@ class _Part:
         module._parameters.update(parameters)
 
 
-def _members(module: nn.Module) -> dict[str, Any]:
+def _members(module: nn.Module) -> Members:
     return {key: value for key, value in vars(module).items() if key not in _HELD}
 
 
-def _reverted(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _reverted(before: Members, after: Members, now: Members) -> Members:
     """Return ``now`` with the change from ``before`` to ``after`` reverted, where nothing was changed since."""
     members = {}
     for name in {**before, **now}:

@@ -16,6 +16,7 @@ from fsshard.parallel.domain.exchange import Axis, Parts, gathered
 from fsshard.torch_private.autograd import current_graph_task_id
 
 Sizes = tuple[int, ...]
+Shape = Sequence[int]
 
 Replicated = Mapping[str, tuple[Any, str]]
 
@@ -41,7 +42,7 @@ def confusable(layouts: Iterable[Layout]) -> bool:
     return False
 
 
-def layout_text(layout: Sequence[Sequence[int]]) -> str:
+def layout_text(layout: Sequence[Shape]) -> str:
     """Return a layout for people: ``"5 + 4 + 4 + 4 rows"``."""
     sums = []
     for sizes in layout:
@@ -217,7 +218,7 @@ class Slabs:
 
     # ---------------------------------------------------------------------------------------- for layers
 
-    def layout(self, place: str, shape: Sequence[int]) -> Layout:
+    def layout(self, place: str, shape: Shape) -> Layout:
         """Return how the field that a module got lies on the ranks. Collective only while something is computed again.
 
         A backward pass may run a forward again after later layers, or other forwards, have changed the layout. So it is
@@ -261,7 +262,7 @@ class Slabs:
         if current_graph_task_id() == -1:
             self._current = layout
 
-    def resized(self, layout: Layout, target: Sequence[int]) -> Layout:
+    def resized(self, layout: Layout, target: Shape) -> Layout:
         """Return the layout of a field of other sizes: the same where a split dimension keeps its own."""
         resized = []
         for axis in self.axes:
@@ -273,7 +274,7 @@ class Slabs:
             resized.append(sizes)
         return tuple(resized)
 
-    def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
+    def whole(self, layout: Layout, shape: Shape) -> list[int]:
         """Return the spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
         sizes = list(self._spatial(shape))
         for axis, rows in zip(self.axes, layout, strict=True):
@@ -311,7 +312,7 @@ class Slabs:
     def mark(
         self,
         slab: Tensor,
-        sizes: Sequence[int],
+        sizes: Shape,
         total: Tensor | None = None,
     ) -> None:
         """Remember of which whole a tensor is this rank's slab, and the :func:`checksum` of that."""
@@ -357,11 +358,11 @@ class Slabs:
             layout.append(tuple(sizes))
         return tuple(layout)
 
-    def _ask(self, shape: Sequence[int]) -> Layout:
+    def _ask(self, shape: Shape) -> Layout:
         rows = torch.tensor(self._rows(shape))
         return self.fitting(self.table(rows))
 
-    def _rows(self, shape: Sequence[int]) -> Sizes:
+    def _rows(self, shape: Shape) -> Sizes:
         """Return this rank's sizes along the split dimensions, of a slab's shape."""
         spatial = self._spatial(shape)
         rows = []
@@ -369,7 +370,7 @@ class Slabs:
             rows.append(spatial[axis.dim])
         return tuple(rows)
 
-    def even(self, sizes: Sequence[int]) -> Layout:
+    def even(self, sizes: Shape) -> Layout:
         """Return the layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
         layout = []
         for axis in self.axes:
@@ -377,12 +378,12 @@ class Slabs:
             layout.append(rows)
         return tuple(layout)
 
-    def is_uneven(self, sizes: Sequence[int]) -> bool:
+    def is_uneven(self, sizes: Shape) -> bool:
         """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
         remainders = [sizes[axis.dim] % axis.size for axis in self.axes]
         return any(remainders)
 
-    def _spatial(self, shape: Sequence[int]) -> Sizes:
+    def _spatial(self, shape: Shape) -> Sizes:
         if len(shape) < self.order:
             raise ConfigurationError(f"expected at least {self.order} dimensions, got {tuple(shape)}")
         return tuple(shape[len(shape) - self.order :])
