@@ -31,8 +31,10 @@ from fsshard.errors import CheckpointError, FsshardError, RankMismatch
 from fsshard.torch_private.c10d import AllgatherOptions, ProcessGroupGloo, allgather_base, broadcast_coalesced
 
 Item = TypeVar("Item")
-LOOK_EVERY = 1.0  # seconds, while a rank waits for another, until it looks whether a third has lost one
-LAST_WORDS = 2.5  # seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say so
+# Seconds, while a rank waits for another, until it looks whether a third has lost one.
+LOOK_EVERY = 1.0
+# Seconds, more than LOOK_EVERY, for the ranks that are left, once one is lost, to say so.
+LAST_WORDS = 2.5
 
 
 class Channel:
@@ -42,10 +44,13 @@ class Channel:
         """Use :meth:`of`, so that a group has one gloo group and no more; None is a process that is alone."""
         self.rank = 0
         self.size = 1
-        self.what = "the checkpoint"  # in messages: the call
-        self.among = ""  # in messages: which ranks these are, "" for all
-        self._gloo: ProcessGroupGloo | None = None
-        self._sent: Sequence[Tensor] = ()
+        # In messages: the call, and which ranks these are, "" for all.
+        self.what = "the checkpoint"
+        self.among = ""
+        self._gloo: Any = None
+        # The tensors of the conversation that goes on, or of the last one, and its limit of time.
+        self._sent: list[Tensor] = []
+        self._timeout = timedelta()
         self._hurries = False
         if group is None:
             return
@@ -146,31 +151,22 @@ class Channel:
         It raises CheckpointError on every rank if one was lost, or has a value that JSON does not know. ``timeout``:
         seconds; None for the process group's own. A rank that dies is noticed at once.
         """
-        text = _encoded(value)
-        if self.size == 1:
-            return self._values([text])
-        limit = self._limit_of(timeout)
-        with self._conversation() as sent:
-            lengths = self._lengths(text, limit, sent)
-            longest = max(lengths)
-            rows = self._all_gather(text.ljust(longest), limit, sent)
-        return self._values(_cut(rows, lengths))
-
-    def _limit_of(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self._limit
-        return timeout
+        return self._gathered(value, timeout, self._all_gather)
 
     def gather_first(self, value: Any, timeout: float | None = None) -> list[Any]:
         """Return ``value`` of every rank on rank 0, and an empty list on the others. JSON must know it."""
+        return self._gathered(value, timeout, self._gather_rows)
+
+    def _gathered(self, value: Any, timeout: float | None, gather_rows: Callable[[bytes], list[bytes]]) -> list[Any]:
         text = _encoded(value)
         if self.size == 1:
             return self._values([text])
-        limit = self._limit_of(timeout)
-        with self._conversation() as sent:
-            lengths = self._lengths(text, limit, sent)
+        with self._conversation(timeout):
+            # Rows have one length: that of the longest text.
+            own_length = f"{len(text):20}"
+            lengths = list(map(int, self._all_gather(own_length.encode())))
             longest = max(lengths)
-            rows = self._gather_rows(text.ljust(longest), limit, sent)
+            rows = gather_rows(text.ljust(longest))
         return self._values(_cut(rows, lengths))
 
     def tell(self, value: Any, timeout: float | None = None) -> Any:
@@ -179,10 +175,9 @@ class Channel:
         if self.rank == 0:
             text = _encoded(value)
         if self.size > 1:
-            limit = self._limit_of(timeout)
-            with self._conversation() as sent:
-                length = self._broadcast(f"{len(text):20}".encode(), limit, sent)
-                text = self._broadcast(text.ljust(int(length)), limit, sent)
+            with self._conversation(timeout):
+                length = self._broadcast(f"{len(text):20}".encode())
+                text = self._broadcast(text.ljust(int(length)))
         (answer,) = self._values([text])
         return answer
 
@@ -198,64 +193,56 @@ class Channel:
             raise CheckpointError(f"{self.what}: values that cannot be sent to the other ranks", unsaid)
         return values
 
-    def _lengths(self, text: bytes, limit: float, sent: list[Tensor]) -> list[int]:
-        """Return how long the texts of all ranks are, which are sent as long as the longest."""
-        own_length = f"{len(text):20}"
-        rows = self._all_gather(own_length.encode(), limit, sent)
-        return list(map(int, rows))
-
     @contextmanager
-    def _conversation(self) -> Iterator[list[Tensor]]:
-        """Raise what is right where a rank is lost within. What is sent goes into the list that it yields."""
+    def _conversation(self, timeout: float | None) -> Iterator[None]:
+        """Raise what is right where a rank is lost within."""
         if self._gloo is None:
             raise CheckpointError(f"{self.what}: the ranks have lost their connection, or are not connected yet")
-        sent: list[Tensor] = []
+        self._timeout = timedelta(seconds=self._limit if timeout is None else timeout)
+        # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
+        # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange
+        # has ended.
+        sent_before = self._sent
+        self._sent = []
         try:
-            yield sent
+            yield
         except RuntimeError as error:
             # "Connection closed by peer", "Timed out waiting", "Broken pipe" and so on (gloo of torch 2.13). No frame
             # may hold the group any longer: its connections close with it.
             self._lost(error.with_traceback(None))
-        # Tensors that a thread of gloo were the last to let go of would make it wait for the interpreter's lock,
-        # which who frees the group may hold: a deadlock (pytorch issue #56297). So they live until the next exchange.
-        self._sent = sent
+        del sent_before
 
-    def _all_gather(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
+    def _all_gather(self, text: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         whole = torch.empty(self.size * len(text), dtype=torch.uint8, device="cpu")
-        sent += [own, whole]
+        self._sent += [own, whole]
         options = AllgatherOptions()
-        options.timeout = timedelta(seconds=limit)
-        gloo: Any = self._gloo
-        self._done(allgather_base(gloo, whole, own, options))
+        options.timeout = self._timeout
+        self._done(allgather_base(self._gloo, whole, own, options))
         return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
 
-    def _gather_rows(self, text: bytes, limit: float, sent: list[Tensor]) -> list[bytes]:
+    def _gather_rows(self, text: bytes) -> list[bytes]:
         """Return every rank's text, of one length, on rank 0, and nothing on the others."""
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows: list[Tensor] = []
         if self.rank == 0:
             rows = list(own.new_empty(self.size, len(text)).unbind())
-        sent += [own, *rows]
+        self._sent += [own, *rows]
         options = GatherOptions()
-        options.timeout = timedelta(seconds=limit)
+        options.timeout = self._timeout
         options.rootRank = 0
-        gloo: Any = self._gloo
-        outputs = []
-        if rows:
-            outputs.append(rows)
-        self._done(gloo.gather(outputs, [own], options))
+        outputs = [rows] if rows else []
+        self._done(self._gloo.gather(outputs, [own], options))
         return [row.numpy().tobytes() for row in rows]
 
-    def _broadcast(self, text: bytes, limit: float, sent: list[Tensor]) -> bytes:
+    def _broadcast(self, text: bytes) -> bytes:
         """Return rank 0's text, which has the same length on all ranks."""
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        sent.append(own)
+        self._sent.append(own)
         options = BroadcastOptions()
-        options.timeout = timedelta(seconds=limit)
+        options.timeout = self._timeout
         options.rootRank = 0
-        gloo: Any = self._gloo
-        self._done(gloo.broadcast([own], options))
+        self._done(self._gloo.broadcast([own], options))
         return own.numpy().tobytes()
 
     def _done(self, work: dist.Work) -> None:
@@ -269,7 +256,8 @@ class Channel:
             looked = now
             try:
                 self._check_losses(now - begun)
-            except RuntimeError:  # or the store gives no answer
+            except RuntimeError:
+                # Another rank has lost one, or the store gives no answer.
                 hold_until_done(work, self._gloo)
                 raise
 
@@ -297,7 +285,7 @@ class Channel:
         self.drop()
         store = self._watchdog.store
         place = f"{self._place}/lost"
-        missing: dict[int, str] = {}
+        missing = {}
         # gloo guesses at reasons at length.
         why = str(error).partition(". This is")[0]
         loss = "lost a rank"
@@ -358,14 +346,14 @@ EVERYWHERE_SENT |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.boo
 def per_rank(group: dist.ProcessGroup, value: Any) -> list[Any]:
     """Return ``value`` of every rank of the group, in rank order. Collective; small Python objects only."""
     check_not_inherited(group, "a call of all ranks")
-    values: list[Any] = [None] * group.size()
+    values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: list[Tensor],
+    tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
     source: int = 0,
 ) -> None:
@@ -418,7 +406,8 @@ def agree(
     timeout: float | None = None,
 ) -> Any:
     """Run ``work`` on every rank; if it raises anywhere, raise everywhere. One collective. See :func:`exchange`."""
-    results: list[Any] = []  # need not travel
+    # The result need not travel: only whether there is one.
+    results = []
     exchange(over, lambda: results.append(work()), timeout)
     return results[0]
 
@@ -441,12 +430,11 @@ def exchange(
             another's.
     """
     result, error = _tried(over, work)
-    if over is None or _size_of(over) == 1:
+    if over is None or (over.size if isinstance(over, Channel) else over.size()) == 1:
         if error is not None:
             raise error
-        if isinstance(over, Channel):
-            return over.gather(result)
-        return [result]
+        # A channel of one rank refuses what JSON does not know, too.
+        return over.gather(result) if isinstance(over, Channel) else [result]
     report = {"result": result} if error is None else {"error": _described(error)}
     try:
         reports = over.gather(report, timeout) if isinstance(over, Channel) else per_rank(over, report)
@@ -468,7 +456,8 @@ def exchange_first(channel: Channel, work: Callable[[], Any], timeout: float | N
 
     def said() -> Any:
         value = work()
-        json.dumps(value)  # what cannot be sent is this rank's failure
+        # What cannot be sent is this rank's failure, of which rank 0 alone would hear otherwise.
+        json.dumps(value)
         return value
 
     result, error = _tried(channel, said)
@@ -498,16 +487,11 @@ def _tried(over: Over, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, raised.with_traceback(None)
     except Exception as raised:
         return None, raised
-    except BaseException:  # Ctrl-C, say: the others must not wait for this rank
+    except BaseException:
+        # Ctrl-C, say: the others must not wait for this rank.
         if isinstance(over, Channel):
             over.drop()
         raise
-
-
-def _size_of(over: dist.ProcessGroup | Channel) -> int:
-    if isinstance(over, Channel):
-        return over.size
-    return over.size()
 
 
 def check_alike(
@@ -538,7 +522,7 @@ def raise_differences(
     advice: str,
 ) -> NoReturn:
     """Raise RankMismatch, which says what differs in the facts of two ranks; ``digests``: of all ranks. Collective."""
-    tables: list[dict[str, str]] = per_rank(group, dict(facts))
+    tables = per_rank(group, dict(facts))
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     here = tables[0]
     there = tables[other]
@@ -554,7 +538,8 @@ def raise_differences(
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WIDTH = 1024  # numbers in a row that are added before anything is multiplied
+# Numbers in a row that are added before anything is multiplied.
+_WIDTH = 1024
 
 
 @torch.no_grad()
@@ -600,7 +585,7 @@ def _combined(
     """Return what all ranks raise, from what some of them have raised; ``error`` is this rank's."""
     texts = {rank: failure["text"] for rank, failure in failures.items()}
     kinds = {failure["kind"] for failure in failures.values()}
-    kind: type[FsshardError] = CheckpointError
+    kind = CheckpointError
     if len(kinds) == 1:
         kind = getattr(errors, kinds.pop(), CheckpointError)
     # All ranks raised the same, and each raises its own.
@@ -634,7 +619,8 @@ def _error(
     message: str,
     attributes: Mapping[str, Any],
 ) -> FsshardError:
-    error = kind.__new__(kind)  # whose constructor takes other arguments
+    # Not by its constructor, which takes other arguments.
+    error = kind.__new__(kind)
     error.args = (message,)
     error.__dict__.update(attributes)
     return error

@@ -25,7 +25,8 @@ LIBRARY = str(Path(__file__).parents[1]) + os.sep
 GLOO = str(Path(__file__).parent / "gloo") + os.sep
 TORCH = str(Path(torch.__file__).parent) + os.sep
 DDP = "/torch/nn/parallel/distributed.py"
-BACKWARD = f"{TORCH}autograd{os.sep}graph.py"  # each backward goes through a function of this file into C++
+# Each backward goes through a function of this file into C++.
+BACKWARD = f"{TORCH}autograd{os.sep}graph.py"
 STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<"})
 FOREIGN = ("/site-packages/_pytest/", "/fairscale/")
 LONGEST_SOURCE = 100
@@ -38,7 +39,8 @@ WRAPPERS = {"wrapper", "__call__", "_fn", "decorate_context", "__torch_dispatch_
 # torch 2.13 renamed them and kept the old names as aliases; everybody knows the old ones.
 STANDARD_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
 IN_BACKWARD = "a collective in backward"
-EARLIER = "an earlier collective"  # whose wait() was called, or in which another one is stuck
+# One whose wait() was called, or in which another one is stuck.
+EARLIER = "an earlier collective"
 
 
 class _StackFrame(NamedTuple):
@@ -54,9 +56,12 @@ class _StackFrame(NamedTuple):
 class StackLocation:
     """The place in the code where a rank is."""
 
-    collective: str = ""  # that it waits in, or "" if it is elsewhere
-    line: str = ""  # the innermost line of the user's own code, as "file:number in function: source"
-    inner: str = ""  # the innermost line at all, where it is in no collective and no line is the user's
+    # The collective that it waits in, or "" if it is elsewhere.
+    collective: str = ""
+    # The innermost line of the user's own code, as "file:number in function: source".
+    line: str = ""
+    # The innermost line at all, where it is in no collective and no line is the user's.
+    inner: str = ""
 
     @property
     def may_compute(self) -> bool:
@@ -85,7 +90,7 @@ def timed_out(text: str) -> bool:
 def location_in_traceback(text: str) -> StackLocation:
     """Return where the rank was when the error arose that the traceback of a lost or late neighbour ends with."""
     parts = text.split(TRACEBACK)[1:]
-    frames: list[_StackFrame] = []
+    frames = []
     if parts:
         late = next(filter(timed_out, parts), parts[0])
         frames = _frames(late)[::-1]
@@ -149,9 +154,9 @@ def _collective(frames: Sequence[_StackFrame]) -> str:
     """Return the collective that the innermost frames (first) are in, or ""."""
     # Beyond the first frame that is neither torch's nor of our own collectives other work is being done.
     inside = list(takewhile(lambda frame: frame.within(TORCH, GLOO) and not _in_backward(frame), frames))
-    in_c10d: list[int] = []
-    in_ours: list[int] = []
-    in_torch: list[int] = []
+    in_c10d = []
+    in_ours = []
+    in_torch = []
     for depth, frame in enumerate(inside):
         if frame.function in WRAPPERS:
             continue
@@ -185,7 +190,8 @@ def _in_backward(frame: _StackFrame) -> bool:
 def _describe_frame(frame: _StackFrame) -> str:
     """Say ``"train.py:7 in step: dist.all_reduce(x)"``."""
     name = frame.file
-    with suppress(OSError):  # the folder is gone
+    # The folder may be gone.
+    with suppress(OSError):
         name = name.removeprefix(os.getcwd() + os.sep)
     text = f"{name}:{frame.line} in {frame.function}"
     source = linecache.getline(frame.file, frame.line).strip()

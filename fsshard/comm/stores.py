@@ -24,11 +24,13 @@ from fsshard.errors import LaunchError
 from fsshard.torch_private.c10d import backend_of, device_types, store_of, timeout_of_options
 
 LOOPBACK = "127.0.0.1"
-BACKLOG = 1024  # connections that wait to be accepted: every rank opens several at once
+# Connections that wait to be accepted: every rank opens several at once.
+BACKLOG = 1024
 
 # For one answer; less where the process group's own timeout is shorter. On an idle network it takes microseconds.
 ANSWER_SECONDS = 30.0
-SLICES = 16  # in which an answer's time passes
+# An answer's time passes in so many slices.
+SLICES = 16
 SHORTEST_PAUSE, LONGEST_PAUSE = 2e-4, 0.05  # seconds between two looks at the store
 
 Answer = TypeVar("Answer")
@@ -113,8 +115,8 @@ def answer_within(
     Its thread is left behind then. Time in which this process stands still (a suspended job) counts as one slice at
     most. ``answered`` is set when it has ended.
     """
-    answers: list[Answer] = []
-    errors: list[Exception] = []
+    answers = []
+    errors = []
     event = answered or threading.Event()
 
     def ask() -> None:
@@ -146,7 +148,7 @@ def own_store(group: dist.ProcessGroup) -> PatientStore:
     The same calls on all ranks, since each is given another prefix.
     """
     check_not_inherited(group, "the store of the process group")
-    store: Any = store_of(group)
+    store = store_of(group)
     limit = min(ANSWER_SECONDS, timeout_of(group))
 
     def connected() -> Store:

@@ -22,16 +22,18 @@ PIECE_BYTES = 32 * 2**20
 
 def split(size: int) -> int:
     """Return how many of ``size`` > 1 neighbours are added up on the left: the largest power of two below it."""
-    return 1 << (size - 1).bit_length() - 1
+    bits = (size - 1).bit_length()
+    return 1 << bits - 1
 
 
 def siblings(rank: int, size: int) -> list[range]:
     """Return the blocks of ranks whose sums are added to that of ``rank``, one after the other, up to the whole."""
     low = 0
     high = size
-    blocks: list[range] = []
+    blocks = []
     while high - low > 1:
-        middle = low + split(high - low)
+        left_size = split(high - low)
+        middle = low + left_size
         if rank < middle:
             blocks.append(range(middle, high))
             high = middle
@@ -47,7 +49,9 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     middle = split(len(parts))
-    return add_up(parts[:middle]).add_(add_up(parts[middle:]))
+    left = add_up(parts[:middle])
+    right = add_up(parts[middle:])
+    return left.add_(right)
 
 
 def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None:
@@ -56,7 +60,9 @@ def add_scaled(output: Tensor, arrived: Tensor, size: int, scale: float) -> None
         arrived.mul_(scale)
     parts = arrived.view(size, -1).unbind()
     middle = split(size)
-    torch.add(add_up(parts[:middle]), add_up(parts[middle:]), out=output.view(-1))
+    left = add_up(parts[:middle])
+    right = add_up(parts[middle:])
+    torch.add(left, right, out=output.view(-1))
 
 
 class AllReduce:
@@ -85,18 +91,22 @@ class AllReduce:
                 flat.mul_(scale)
             self._work: dist.Work = dist.all_reduce(flat, group=group, async_op=True)
             return
-        self._chunk = -(-flat.numel() // ranks)
-        sizes: list[int] = []
+        numel = flat.numel()
+        chunk = -(-numel // ranks)
+        sizes = []
         for rank in range(ranks):
             # Behind the last whole chunk there is a shorter one, or none.
-            left = max(0, flat.numel() - rank * self._chunk)
-            sizes.append(min(self._chunk, left))
+            begin = rank * chunk
+            left = max(0, numel - begin)
+            sizes.append(min(chunk, left))
+        self._chunk = chunk
         self._sizes = sizes
         own_size = sizes[group.rank()]
+        arriving_sizes = [own_size] * ranks
         self._arrived = flat.new_empty(ranks * own_size)
         self._lent = lend(self._arrived, flat)
         destination, source = self._lent
-        self._work = dist.all_to_all_single(destination, source, [own_size] * ranks, sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(destination, source, arriving_sizes, sizes, group=group, async_op=True)
 
     def add(self) -> list[dist.Work]:
         """Add up what has arrived, and begin to send the sums: wait for each, and then call :meth:`end`."""
@@ -107,29 +117,35 @@ class AllReduce:
         self._work.wait()
         let_go(self._lent)
         # A simulation's tensors are on the CPU whatever device it is for: its group of fake ranks tells.
-        if self._flat.is_cpu and dist.get_backend(self._group) != "fake":
+        is_simulated = dist.get_backend(self._group) == "fake"
+        if self._flat.is_cpu and not is_simulated:
             return self._broadcast(arrived)
         return [self._gather(arrived)]
 
     def _broadcast(self, arrived: Tensor) -> list[dist.Work]:
         # gloo's all-gather has a copy of its own of all parts, and takes 1.6 times the CPU time of these (torch 2.13).
         parts = self._flat.split(self._sizes)
-        self._add_into(parts[self._group.rank()], arrived)
+        own = parts[self._group.rank()]
+        self._add_into(own, arrived)
         self._lent = lend(*parts)
         works = []
         for rank, part in enumerate(self._lent):
             if part.numel():
-                works.append(dist.broadcast(part, group=self._group, group_src=rank, async_op=True))
+                work = dist.broadcast(part, group=self._group, group_src=rank, async_op=True)
+                works.append(work)
         return works
 
     def _gather(self, arrived: Tensor) -> dist.Work:
-        padded = self._chunk * self._group.size()
-        is_even = padded == self._flat.numel()
-        # The sum takes the place of the first part, or where ranks have chunks of other lengths, memory of its own.
-        total = arrived[: self._chunk] if is_even else self._flat.new_zeros(self._chunk)
-        self._add_into(total[: self._sizes[self._group.rank()]], arrived)
-        if not is_even:
+        ranks = self._group.size()
+        padded = self._chunk * ranks
+        # The sum takes the place of the first part.
+        total = arrived[: self._chunk]
+        if padded != self._flat.numel():
+            # Ranks have chunks of other lengths, and each sends one of full length.
+            total = self._flat.new_zeros(self._chunk)
             self._gathered = self._flat.new_empty(padded)
+        own_size = self._sizes[self._group.rank()]
+        self._add_into(total[:own_size], arrived)
         work: dist.Work = dist.all_gather_single(self._gathered, total, group=self._group, async_op=True)
         return work
 
@@ -140,9 +156,10 @@ class AllReduce:
     def end(self) -> Tensor:
         """Put the sums, which have arrived, into ``flat``, and return it."""
         let_go(self._lent)
-        if self._gathered is not self._flat:
-            self._flat.copy_(self._gathered[: self._flat.numel()])
-        return self._flat
+        flat = self._flat
+        if self._gathered is not flat:
+            flat.copy_(self._gathered[: flat.numel()])
+        return flat
 
     def wait(self) -> Tensor:
         """Return ``flat`` with the sums."""
@@ -168,12 +185,16 @@ def reduce_scatter(output: Tensor, given: Tensor, group: dist.ProcessGroup, scal
     ranks = group.size()
     rows = given.view(ranks, -1)
     total = output.view(-1)
-    step = max(1, PIECE_BYTES // (ranks * given.itemsize))
+    column_bytes = ranks * given.itemsize
+    columns = PIECE_BYTES // column_bytes
+    step = max(1, columns)
     for begin in range(0, len(total), step):
-        piece = rows[:, begin : begin + step].contiguous()
+        end = begin + step
+        piece = rows[:, begin:end].contiguous()
         arrived = torch.empty_like(piece)
         lent = lend(arrived, piece)
         destination, source = lent
         dist.all_to_all_single(destination, source, group=group)
         let_go(lent)
-        add_scaled(total[begin : begin + step], arrived, ranks, scale)
+        part = total[begin:end]
+        add_scaled(part, arrived, ranks, scale)

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -42,22 +42,34 @@ from fsshard.torch_private.c10d import all_groups, collectives
 log = logging.getLogger("fsshard")
 
 # Seconds, all of them.
-LAST_WORDS = 2.5  # for the ranks that are left to say so: connections close one after another, and time runs out alike
-FIRST_QUESTION, NEXT_QUESTION = 1.0, 4.0  # of waiting until a rank asks where the others are; then until it asks again
-INTERVAL = 0.5  # between two looks of the thread that answers
+# For the ranks that are left to say so: connections close one after another, and time runs out alike.
+LAST_WORDS = 2.5
+# Of waiting until a rank asks where the others are; then until it asks again.
+FIRST_QUESTION = 1.0
+NEXT_QUESTION = 4.0
+# Between two looks of the thread that answers.
+INTERVAL = 0.5
 # For which a rank stands still elsewhere than in a collective before it answers. A script that ends does not stand so
 # long: its store may have gone with rank 0 (torch prints a C++ stack then: "recvValue failed", 2.13). Also for which it
 # waits in a collective until it is compared with the others'.
 QUIET = 5.0
-SLICE = 0.1  # between two looks at a collective on the CPU
-SHORTEST, LONGEST = 1e-4, 5e-3  # the same on a device, where it is this share of the time waited:
+# Between two looks at a collective on the CPU.
+SLICE = 0.1
+# The same on a device, where it is a share of the time waited.
+SHORTEST = 1e-4
+LONGEST = 5e-3
 SHARE = 0.1
-LONGEST_PAUSE = 0.05  # between two looks at the store
-DECISION = 10.0  # for the rank that decides on a meeting to write down what it found
+# Between two looks at the store.
+LONGEST_PAUSE = 0.05
+# For the rank that decides on a meeting to write down what it found.
+DECISION = 10.0
 
-BUSY = 0.1  # share of a core: a rank that uses more computes
-SILENT = 3  # times NEXT_QUESTION without a round of the rank that asks, until another one does
-ALIKE = 3  # answers in a row without a change: nobody will come. A slow transfer ends on its ranks within less
+# Share of a core: a rank that uses more computes.
+BUSY = 0.1
+# Times NEXT_QUESTION without a round of the rank that asks, until another one does.
+SILENT = 3
+# Answers in a row without a change: nobody will come. A slow transfer ends on its ranks within less.
+ALIKE = 3
 
 LOST_NEIGHBOUR = (
     "gloo/transport",
@@ -77,6 +89,9 @@ ALL_RANKS = (
 )
 
 
+Texts = dict[int, str]
+"""Rank -> where it is, or what became of it, in words."""
+
 # ------------------------------------------------------------------------------------------- a collective has failed
 
 
@@ -87,7 +102,8 @@ def speaks_of_a_lost_rank(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(part in str(error) for part in LOST_NEIGHBOUR)
 
 
-class taking_part:  # in half the calls of a generator's context, which each step makes
+# A class takes half the calls of a generator's context, which each step makes.
+class taking_part:
     """Context around collectives of ours: they raise at once where they would hang, and name the rank that they lose.
 
     ``what`` was called, as users write it. A forked process, and one whose process group is destroyed, raises
@@ -149,7 +165,8 @@ def wait(
         on_cpu: whether it is gloo's, of tensors on the CPU.
     """
     watchdog = Watchdog.of_job()
-    if watchdog is None:  # one process that plays a rank: its work is never completed
+    if watchdog is None:
+        # One process that plays a rank: its work is never completed.
         work.wait()
         return
     began = time.monotonic()
@@ -180,7 +197,8 @@ def hold_until_done(work: Any, group: Any) -> None:
         with suppress(Exception):
             work.wait()
         del work
-        time.sleep(INTERVAL)  # for gloo's thread to let go of its tensors, which takes that lock
+        # For gloo's thread to let go of its tensors, which takes that lock.
+        time.sleep(INTERVAL)
 
     threading.Thread(target=hold, args=(work, group), name="fsshard-pending", daemon=True).start()
 
@@ -195,7 +213,8 @@ def done_soon(work: Any, waited: float, *, on_cpu: bool) -> bool:
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # its own error, or it was done at the last moment
+            # It raises its own error, or was done at the last moment.
+            work.wait()
         return True
     if not work.is_completed():
         time.sleep(min(max(SHORTEST, SHARE * waited), LONGEST))
@@ -223,15 +242,19 @@ def seen_waiting(group: dist.ProcessGroup, what: str, *, meets: bool = False) ->
 class Place(NamedTuple):
     """The place where a rank is."""
 
-    text: str  # in words
+    # In words.
+    text: str
     # The global ranks with which it is in a collective; none where it is in no collective for certain, or it cannot be
     # seen with whom.
     with_ranks: tuple[int, ...]
-    busy: float  # seconds that its main thread has computed so far; negative where that cannot be known
-    clock: float  # its time, in seconds
+    # Seconds that its main thread has computed so far; negative where that cannot be known.
+    busy: float
+    # Its time, in seconds.
+    clock: float
     # What it has begun and not ended: a group and the number there; None in a meeting, which goes through the store.
     pending: Sequence[tuple[str, int]] | None = ()
-    last: Mapping[str, int] = MappingProxyType({})  # a group -> the last collective that it has begun there, if known
+    # A group -> the last collective that it has begun there, if known.
+    last: Mapping[str, int] = MappingProxyType({})
 
     def stands_since(self, before: Place) -> bool:
         """Tell whether it has waited in the same place since then."""
@@ -241,7 +264,7 @@ class Place(NamedTuple):
             return False
         return before.busy >= 0 and 0 <= computed < BUSY * passed
 
-    def waits_for(self, others: Mapping[int, Place]) -> bool:
+    def waits_for(self, others: Places) -> bool:
         """Tell whether it cannot go on before one of these does: one that has not begun what it waits in.
 
         All else may be slow and no more: a broadcast that other ranks relay, or a rank that they wait for.
@@ -254,7 +277,10 @@ class Place(NamedTuple):
         return bool(self.pending)
 
 
-def stuck(places: Mapping[int, Place], before: Mapping[int, Place]) -> set[int]:
+Places = Mapping[int, Place]
+
+
+def stuck(places: Places, before: Places) -> set[int]:
     """Return the ranks that wait for each other for good: each for one of them that has not begun what it waits in.
 
     Each rank begins its collectives in the order of the program: were that the same on all ranks, the one that is
@@ -280,7 +306,8 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
         if runs:
             start, stop, step = runs[-1]
             last = stop - step
-            if last == start:  # a range of one has no step yet
+            if last == start:
+                # A range of one has no step yet.
                 step = rank - start
             if rank == last + step:
                 runs[-1] = (start, rank + step, step)
@@ -317,15 +344,20 @@ class _Questions:
         self._what = what
         self.ranks = ranks
         self.next = FIRST_QUESTION if asks else float("inf")
-        self.texts: Mapping[int, str] = {}  # global rank -> where it is, in words
+        # By global rank.
+        self.texts: Mapping[int, str] = {}
         self._alike = 1
         self._warned = False
         self._term = -1
-        self._asks = False  # for all, in this term
-        self._number: int | None = None  # of its last question
-        self._round = 0  # the last one that it has written, or read
-        self._places: Mapping[int, Place] = {}
-        self._moved = 0.0  # when another rank was seen to ask
+        # Whether it asks for all, in this term.
+        self._asks = False
+        # Of its last question.
+        self._number: int | None = None
+        # The last round that it has written, or read.
+        self._round = 0
+        self._places: Places = {}
+        # When another rank was seen to ask.
+        self._moved = 0.0
 
     def look(self, waited: float) -> None:
         """Ask, or read what another rank found; raise if this rank waits for ranks that wait for it."""
@@ -333,20 +365,18 @@ class _Questions:
             self._join_term(waited)
             if self._asks:
                 self.next = waited + NEXT_QUESTION
-                found = self._ask()
+                news = self._ask()
             else:
                 self.next = waited + FIRST_QUESTION
-                found = self._read(waited)
-        except RuntimeError:  # dist.DistError among them: the store is gone, and so will be the collective
+                news = self._read(waited)
+        except RuntimeError:
+            # dist.DistError among them: the store is gone, and so will be the collective.
             self.next = float("inf")
             return
-        if found is None:
+        if news is None:
             return
-        self.texts, waits_for_good = found
-        if waits_for_good:
-            self._alike += 1
-        else:
-            self._alike = 1
+        self.texts, waits_for_good = news
+        self._alike = self._alike + 1 if waits_for_good else 1
         if self._alike >= ALIKE:
             # What it has written stays for the others to read.
             self._asks = False
@@ -375,10 +405,10 @@ class _Questions:
             # What was found up to now is of before this rank waited, and what is being asked may be.
             self._round = number + 1
 
-    def _ask(self) -> tuple[dict[int, str], bool] | None:
+    def _ask(self) -> tuple[Texts, bool] | None:
         """Read the answers to the last question, write them down for all, and ask again."""
         watchdog = self._watchdog
-        places: Mapping[int, Place] = {}
+        places: Places = {}
         if self._number is not None:
             places = watchdog.places(self._number)
         self._number = watchdog.store.add("asked", 1)
@@ -386,30 +416,27 @@ class _Questions:
         self._places = places
         self._round += 1
         texts = {}
-        ranks_at: dict[str, list[int]] = {}
+        ranks_at = defaultdict(list)
         for rank, place in places.items():
             texts[rank] = place.text
-            ranks_at.setdefault(place.text, []).append(rank)
-        where = []
-        for text, ranks in ranks_at.items():
-            where.append([text, _runs(ranks)])
+            ranks_at[place.text].append(rank)
+        where = [[text, _runs(ranks)] for text, ranks in ranks_at.items()]
         waits_for_good = watchdog.rank in for_good
         is_last = waits_for_good and self._alike + 1 >= ALIKE
-        found = [self._round, where, _runs(sorted(for_good)), is_last]
-        watchdog.store.set(f"found/{self._term}", json.dumps(found))
+        news = [self._round, where, _runs(sorted(for_good)), is_last]
+        watchdog.store.set(f"found/{self._term}", json.dumps(news))
         if not places:
             return None
         return texts, waits_for_good
 
-    def _read(self, waited: float) -> tuple[dict[int, str], bool] | None:
+    def _read(self, waited: float) -> tuple[Texts, bool] | None:
         """Return what is new of what the rank that asks has found."""
         store = self._watchdog.store
         written = store.get(f"found/{self._term}") or NOTHING_FOUND
         number, where, for_good, is_last = json.loads(written)
         if number <= self._round:
             # The rank that asks may have gone without a word.
-            silence = waited - self._moved
-            if is_last or silence > SILENT * NEXT_QUESTION:
+            if is_last or waited - self._moved > SILENT * NEXT_QUESTION:
                 self._end_term()
             return None
         self._round = number
@@ -432,7 +459,8 @@ class _Questions:
         """Leave it to another rank to ask: this one waits no longer."""
         if self._asks:
             self._asks = False
-            with suppress(RuntimeError):  # the store may be gone
+            # The store may be gone.
+            with suppress(RuntimeError):
                 self._end_term()
 
     def missing(self) -> str:
@@ -458,10 +486,14 @@ class _Questions:
 class Meeting:
     """The result of a meeting, the same on all ranks that have come."""
 
-    place: str  # prefix of its keys in the store, for what these ranks tell each other until they meet again
-    notes: dict[int, str]  # by rank of the group, of those that have come
-    missing: dict[int, str]  # by rank of the group: why it did not come
-    late: bool  # time ran out, so that nothing is known of those that are missing
+    # The prefix of its keys in the store, for what these ranks tell each other until they meet again.
+    place: str
+    # By rank of the group, of those that have come.
+    notes: Texts
+    # By rank of the group: why it did not come.
+    missing: Texts
+    # Whether time ran out, so that nothing is known of those that are missing.
+    late: bool
 
 
 def meet(group: dist.ProcessGroup | None, what: str, note: str = "here") -> list[str]:
@@ -497,14 +529,17 @@ def join() -> None:
     """Let the other ranks of the job find this one from now on; on every rank alike. No collective."""
     world = dist.group.WORLD
     if world is not None and world.size() > 1 and dist.get_backend(world) != "fake":
-        with suppress(RuntimeError, ValueError, NotImplementedError):  # a group without a store names nobody
+        # A group without a store names nobody.
+        with suppress(RuntimeError, ValueError, NotImplementedError):
             Watchdog.made()
 
 
 def leave(why: str) -> None:
     """Tell the other ranks why this one takes no part any longer."""
-    for watchdog in list(_watchdogs.values()):  # also of a group that a script has destroyed by itself
-        with suppress(RuntimeError):  # they may have ended before it, and the store with them
+    # Also of a group that a script has destroyed by itself.
+    for watchdog in list(_watchdogs.values()):
+        # The others may have ended before it, and the store with them.
+        with suppress(RuntimeError):
             watchdog.leave(why)
 
 
@@ -518,7 +553,8 @@ class Watchdog:
         # The call in which this rank's main thread waits, in words, with which global ranks, and whether it meets them.
         self.waits: tuple[str, tuple[int, ...], bool] | None = None
         self._began = time.time_ns()
-        self._lost_at: float | None = None  # when it said that it waits in vain
+        # When it said that it waits in vain.
+        self._lost_at: float | None = None
         self.store = own_store(world)
         self.store.set(f"process/{self.rank}", json.dumps(_process()))
         self._meetings: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
@@ -549,7 +585,8 @@ class Watchdog:
 
     def leave(self, why: str) -> None:
         """Tell why this rank takes no part any longer."""
-        if self._lost_at is None:  # who leaves because it lost another is no news
+        # That it leaves because it lost another is no news.
+        if self._lost_at is None:
             self.store.set(f"left/{self.rank}", why)
 
     def go_on(self) -> None:
@@ -568,7 +605,8 @@ class Watchdog:
         try:
             self.store.set(f"waits/{self.rank}", what)
             left, waits, unknown = self._last_words([rank for rank in ranks if rank != self.rank])
-        except RuntimeError:  # dist.DistError among them
+        except RuntimeError:
+            # dist.DistError among them.
             return "another rank was lost, and the store of the process group with it (rank 0's, or the launcher's)"
         if left:
             return "; ".join(f"rank {rank} {text}" for rank, text in left.items())
@@ -590,7 +628,7 @@ class Watchdog:
             return alive + UNEQUAL_CALLS
         return "all ranks are alive, but have lost their connections"
 
-    def _last_words(self, others: Sequence[int]) -> tuple[dict[int, str], dict[int, str], list[int]]:
+    def _last_words(self, others: Sequence[int]) -> tuple[Texts, Texts, list[int]]:
         """Return who has left and why, who waits and where, and of whom nothing is known."""
         deadline = time.monotonic() + LAST_WORDS
         while True:
@@ -601,7 +639,7 @@ class Watchdog:
                 return left, waits, unknown
             time.sleep(LONGEST_PAUSE)
 
-    def left(self, ranks: Sequence[int]) -> dict[int, str]:
+    def left(self, ranks: Sequence[int]) -> Texts:
         """Return those of ``ranks`` that are known to take part no longer, with the reason."""
         left = self._said("left", ranks)
         others = [rank for rank in ranks if rank not in left]
@@ -610,13 +648,13 @@ class Watchdog:
                 left[rank] = "has ended: its process is gone"
         return dict(sorted(left.items()))
 
-    def _said(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        texts = self.store.get_all([f"{kind}/{rank}" for rank in ranks])
+    def _said(self, kind: str, ranks: Sequence[int]) -> Texts:
+        keys = {f"{kind}/{rank}": rank for rank in ranks}
         said = {}
-        for key, text in texts.items():
+        for key, text in self.store.get_all(list(keys)).items():
+            # Empty where it was taken back.
             if text:
-                rank = int(key.rpartition("/")[2])
-                said[rank] = text.decode()
+                said[keys[key]] = text.decode()
         return said
 
     # ------------------------------------------------------------------------------------------ where do they wait
@@ -626,7 +664,7 @@ class Watchdog:
         self._ended.set()
         self._thread.join(INTERVAL)
 
-    def places(self, number: int) -> Mapping[int, Place]:
+    def places(self, number: int) -> Places:
         """Return where ranks are, of those that have answered this question or a later one."""
         places = {}
         for rank, answer in self._said("at", range(self._size)).items():
@@ -701,7 +739,7 @@ class Watchdog:
         is_last = self.store.add(f"{place}/count", 1) == len(keys)
         is_main = threading.current_thread() is threading.main_thread()
         waiting = seen_waiting(group, what, meets=True) if is_main else nullcontext()
-        absent: dict[int, str] = {}
+        absent: Texts = {}
         is_late = False
         with waiting:
             if not is_last:
@@ -741,7 +779,8 @@ class Watchdog:
         if rank == 0:
             keys += ["count", "decided", "outcome"]
         for key in keys:
-            with suppress(NotImplementedError):  # by a store of files
+            # A store of files deletes nothing.
+            with suppress(NotImplementedError):
                 self.store.delete_key(f"{place}/{key}")
 
     def _await_outcome(
@@ -750,7 +789,7 @@ class Watchdog:
         keys: Sequence[str],
         questions: _Questions,
         timeout: float,
-    ) -> tuple[dict[int, str], bool]:
+    ) -> tuple[Texts, bool]:
         """Return why ranks will not come, and whether time ran out; nothing if all are there, or one has decided."""
         began = time.monotonic()
         pause = SHORTEST
@@ -762,7 +801,8 @@ class Watchdog:
             waited = time.monotonic() - began
             if waited > timeout:
                 return dict.fromkeys(range(len(keys)), f"did not come within {timeout:g} s"), True
-            reasons: Mapping[int, str] = {}  # by global rank
+            # By global rank.
+            reasons: Mapping[int, str] = {}
             if waited > next_look:
                 next_look = waited + FIRST_QUESTION
                 # Who came last may have died before it could write.
@@ -786,7 +826,7 @@ class Watchdog:
             time.sleep(min(pause, max(0.0, timeout - waited)))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _reasons_of_missing(self, ranks: Sequence[int], keys: Sequence[str]) -> dict[int, str]:
+    def _reasons_of_missing(self, ranks: Sequence[int], keys: Sequence[str]) -> Texts:
         """Return why ranks, whose notes would be at the keys, have left without one."""
         there = self.store.get_all(keys)
         missing = []
@@ -803,7 +843,7 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _by_rank(texts: Mapping[str, str]) -> dict[int, str]:
+def _by_rank(texts: Mapping[str, str]) -> Texts:
     """Return texts by rank, which JSON has made a string."""
     return {int(rank): text for rank, text in texts.items()}
 
@@ -819,10 +859,7 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
         if watchdog is None or dist.group.WORLD is None or dist.group.WORLD is not watchdog._world():
             return
         # It looks for questions only while the main thread stands still: a rank that computes answers nothing.
-        if now - before < BUSY * INTERVAL:
-            idle += 1
-        else:
-            idle = 0
+        idle = idle + 1 if now - before < BUSY * INTERVAL else 0
         try:
             if idle * INTERVAL > QUIET or (idle and watchdog.here().with_ranks):
                 asked = watchdog.store.add("asked", 0)
@@ -838,7 +875,8 @@ def _answer_others(reference: Callable[[], Watchdog | None], ended: threading.Ev
             except RuntimeError:
                 return
         before = now
-        del watchdog  # it lives as long as its process group
+        # It lives as long as its process group, and not as long as this thread.
+        del watchdog
 
 
 def _computed() -> float:
@@ -857,7 +895,9 @@ def _group_of_call(frame: FrameType | None) -> tuple[int, ...]:
             group = frame.f_locals["group"]
             if group is None:
                 group = dist.group.WORLD
-            return _ranks_of(group) if isinstance(group, dist.ProcessGroup) else ()
+            if isinstance(group, dist.ProcessGroup):
+                return _ranks_of(group)
+            break
         frame = frame.f_back
     return ()
 
@@ -885,6 +925,7 @@ def _is_gone(text: str) -> bool:
     if not theirs or theirs[:1] != _process()[:1]:
         return False
     try:
-        return _began(theirs[1]) != theirs[2]  # numbers of processes are used again
+        # Numbers of processes are used again: it is another one if it has begun later.
+        return _began(theirs[1]) != theirs[2]
     except OSError:
         return True

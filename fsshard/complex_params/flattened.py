@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,7 +44,7 @@ def views_of(module: nn.Module) -> Mapping[str, Kind]:
 def stored_in(module: nn.Module) -> dict[str, Any]:
     """Return the dict in which ``module`` keeps its parameters, by the names under which they are stored."""
     # Past what Flattened shows under that name; torch.jit's modules have no such member.
-    parameters: dict[str, Any] | None = module.__dict__.get("_parameters")
+    parameters = module.__dict__.get("_parameters")
     return module._parameters if parameters is None else parameters
 
 
@@ -95,7 +95,8 @@ def _view_property(name: str, kind: Kind) -> property:
             or shown.data_ptr() != stored.data_ptr()
         ):
             return kept.show(name, stored, own_kind)
-        if shown._fsshard_written != version_of(stored):  # by an optimizer; the next use makes new nodes
+        if shown._fsshard_written != version_of(stored):
+            # An optimizer has written it; the next use makes new nodes.
             run_first_from(shown, stored)
         return shown
 
@@ -118,8 +119,7 @@ class Flattened(nn.Module):
     def _parameters(self) -> Any:
         if stored_names.on or KEPT not in self.__dict__:
             return self.__dict__["_parameters"]
-        module: Any = self
-        return UserParameters(module, type(self)._fsshard_views)
+        return UserParameters(self, type(self)._fsshard_views)
 
     @_parameters.setter
     def _parameters(self, value: Any) -> None:
@@ -135,7 +135,8 @@ class Flattened(nn.Module):
             if users in shown and shown[users]._fsshard_stored.grad_fn is not None:
                 del shown[users]
             is_stored = name in parameters
-            if type(value) is Tensor and not is_stored:  # FSDP1, several times in each step
+            if type(value) is Tensor and not is_stored:
+                # FSDP1 does so, several times in each step.
                 self.__dict__[name] = value
                 return
             # FSDP2, two times in each step: what nn.Module does with a leaf in the place of another.
@@ -143,10 +144,12 @@ class Flattened(nn.Module):
             if is_stored and is_leaf and name not in self.__dict__ and not value.is_complex():
                 parameters[name] = value
                 return
-        if kind is None and not isinstance(value, nn.Parameter):
+        is_parameter = isinstance(value, nn.Parameter)
+        if kind is None and not is_parameter:
             super().__setattr__(name, value)
             return
-        stored = parameters.get(name + SUFFIX)
+        stored_name = name + SUFFIX
+        stored = parameters.get(stored_name)
         if value is not None and stored_of(value) is stored:
             return
         if stored_of(value) is not value:
@@ -157,12 +160,12 @@ class Flattened(nn.Module):
         if kind is None or self._fsshard_holds_reals:
             super().__setattr__(name, value)
             if kind is None and value.is_complex() and not self._fsshard_holds_reals:
-                flatten_module(cast(nn.Module, self), "", {}, scalars=False, in_order=False)
+                flatten_module(self, "", {}, scalars=False, in_order=False)
             return
         if value is None:
-            parameters[name + SUFFIX] = None
+            parameters[stored_name] = None
             return
-        if not isinstance(value, nn.Parameter):
+        if not is_parameter:
             raise TypeError(
                 f"cannot assign {torch.typename(value)!r} as parameter {name!r} (torch.nn.Parameter or None expected)"
             )
@@ -175,7 +178,7 @@ class Flattened(nn.Module):
                 "wrap, or load values with load_state_dict"
             )
         check_no_gradient_hooks(name, value)
-        parameters[name + SUFFIX] = stored_for(value, kind, name)
+        parameters[stored_name] = stored_for(value, kind, name)
 
     def __delattr__(self, name: str) -> None:
         cls = type(self)
@@ -191,18 +194,16 @@ class Flattened(nn.Module):
             )
         del parameters[stored_name]
         self.__dict__.get(KEPT, {}).pop(name, None)
-        # Else torch's parametrize has put a class of its own in front.
+        # Otherwise torch's parametrize has put a class of its own in front.
         if cls in _classes.values():
-            views = dict(cls._fsshard_views)
-            del views[name]
-            rest = tuple(views.items())
+            rest = tuple(view for view in cls._fsshard_views.items() if view[0] != name)
             self.__class__ = flattened_class(cls._fsshard_origin, rest, cls._fsshard_mixin)  # type: ignore[assignment]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move and cast the complex value, as is done natively; raise where its half would be lost."""
-        kinds: dict[int, Kind] = {}
-        forget_shown(cast(nn.Module, self))
-        parameters = stored_in(cast(nn.Module, self))
+        kinds = {}
+        forget_shown(self)
+        parameters = stored_in(self)
         for name, kind in type(self)._fsshard_views.items():
             parameter = parameters.get(name + SUFFIX)
             if parameter is not None and (kind.is_complex or kind.order):
@@ -229,11 +230,12 @@ class Flattened(nn.Module):
             return torch.view_as_real(moved)
 
         with stored_names():
-            return cast(Any, super())._apply(on_value, recurse)
+            return super()._apply(on_value, recurse)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with showing_the_users([self]):  # the class's own methods run as written
-            cast(Any, super())._save_to_state_dict(destination, prefix, keep_vars)
+        # The class's own methods run as written.
+        with showing_the_users([self]):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         if keep_vars:
             return
         for name in type(self)._fsshard_views:
@@ -248,8 +250,8 @@ class Flattened(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         with showing_the_users([self]):
-            cast(Any, super())._load_from_state_dict(state_dict, prefix, *rest)
-        parameters = stored_in(cast(nn.Module, self))
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+        parameters = stored_in(self)
         for name, kind in type(self)._fsshard_views.items():
             stored = parameters.get(name + SUFFIX)
             if not kind.is_complex or type(stored) is not nn.Parameter or stored.dim() < 2:
@@ -266,9 +268,10 @@ class Flattened(nn.Module):
             return super().extra_repr()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        module = cast(Any, self)
         cls = type(self)
-        state = module.__getstate__() if hasattr(module, "__getstate__") else module.__dict__
+        state = self.__dict__
+        if hasattr(self, "__getstate__"):
+            state = self.__getstate__()  # type: ignore[no-untyped-call]
         views = tuple(cls._fsshard_views.items())
         return _rebuild, (cls._fsshard_origin, views, cls._fsshard_mixin), state
 
@@ -278,15 +281,16 @@ class _FlattenedContainer(Flattened):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            numbers = range(len(cast(Any, self)))
+            numbers = range(len(self))  # type: ignore[arg-type]
             return [self[number] for number in numbers[index]]
         return super().__getitem__(index)  # type: ignore[misc]
 
     def copy(self) -> dict[str, Any]:
-        return dict(cast(Any, self).items())
+        return dict(self.items())  # type: ignore[operator]
 
     def __ror__(self, other: Any) -> dict[str, Any]:
-        return dict(other.items()) | self.copy()  # Python asks it before a plain ParameterDict's own __or__
+        # Python asks it before a plain ParameterDict's own __or__.
+        return dict(other.items()) | self.copy()
 
 
 def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,18 +302,20 @@ def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def flattened_class(
     origin: type[nn.Module],
-    views: tuple[tuple[str, Kind], ...],
+    views: Views,
     mixin: type[Flattened],
 ) -> type[nn.Module]:
     key = (origin, views, mixin)
     cls = _classes.get(key)
     if cls is None:
-        members: dict[str, Any] = {}
-        for name in ("__module__", "__qualname__", "__doc__"):
-            members[name] = getattr(origin, name)
-        members["_fsshard_views"] = dict(views)
-        members["_fsshard_origin"] = origin
-        members["_fsshard_mixin"] = mixin
+        members: dict[str, Any] = {
+            "__module__": origin.__module__,
+            "__qualname__": origin.__qualname__,
+            "__doc__": origin.__doc__,
+            "_fsshard_views": dict(views),
+            "_fsshard_origin": origin,
+            "_fsshard_mixin": mixin,
+        }
         for name, kind in views:
             members[name] = _view_property(name, kind)
         cls = class_in_front(mixin, origin, origin.__name__, members, _call_origin)
@@ -329,8 +335,7 @@ def store_otherwise(
     """Let ``module`` keep what ``stored_as(name, parameter)`` gives, if not None, in the places of its parameters."""
     parameters = stored_in(module)
     views = dict(views_of(module))
-    new: dict[str, nn.Parameter | None] = {}
-    is_changed = False
+    new = {}
     for name, parameter in parameters.items():
         chosen = None
         if parameter is not None and not name.endswith(SUFFIX):
@@ -339,8 +344,8 @@ def store_otherwise(
             new[name] = parameter
         else:
             new[name + SUFFIX], views[name] = chosen
-            is_changed = True
-    if not is_changed:
+    # Whatever is stored otherwise has another name.
+    if list(new) == list(parameters.keys()):
         return
     origin = type(module)._fsshard_origin if isinstance(module, Flattened) else type(module)
     if mixin is None:
@@ -408,7 +413,7 @@ def _ordering(metaclass: Any, call: Any) -> Any:
             return type.mro(cls)
         return [cls, *order]
 
-    members: dict[str, Any] = {"mro": mro}
+    members = {"mro": mro}
     if call is not None:
         members["__call__"] = call
     return type(metaclass.__name__, (metaclass,), members)

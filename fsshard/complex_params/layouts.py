@@ -9,17 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Groups = list[dist.ProcessGroup]
+
 
 class Layout:
     """The parts of a parameter that ranks along other mesh dimensions hold, in the user's shape and dtype."""
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         """The groups whose ranks hold different elements of it."""
         return []
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         """The groups whose ranks hold the same values of it."""
         return []
 
@@ -51,11 +53,11 @@ class DTensorLayout(Layout):
     groups: tuple[str, ...] = ()
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if placed.is_shard()]
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         return [self.mesh.get_group(dim) for dim, placed in enumerate(self.placements) if not placed.is_shard()]
 
     def as_dtensor(self, part: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ class DTensorLayout(Layout):
         from torch.distributed.tensor import DTensor
 
         form: dict[str, Any] = {}
-        if self.shape:  # a 0-dim one has none
+        if self.shape:
+            # A 0-dim one has none.
             form = {"shape": self.shape, "stride": self.stride}
         dtensor: Tensor = DTensor.from_local(part, self.mesh, self.placements, run_check=False, **form)
         return dtensor
@@ -76,7 +79,8 @@ class DTensorLayout(Layout):
 
         # As reals: not every communication library knows complex numbers.
         real = torch.view_as_real(part) if part.is_complex() else part
-        shape = torch.Size([*self.shape, *real.shape[len(self.shape) :]])  # halves of complex numbers come last
+        # Halves of complex numbers come last.
+        shape = torch.Size([*self.shape, *real.shape[len(self.shape) :]])
         if not shape:
             return part.clone()
         stride = torch.empty(shape, device="meta").stride()
@@ -95,7 +99,7 @@ class DTensorLayout(Layout):
 
         everywhere = [Replicate()] * len(self.placements)
         local = DTensor.from_local(whole, self.mesh, everywhere, run_check=False)
-        found: Tensor = local.redistribute(placements=self.placements).to_local()
+        found = local.redistribute(placements=self.placements).to_local()
         return found
 
 
@@ -110,7 +114,7 @@ class HandSplit(Layout):
     dim: int | None
 
     @property
-    def divides(self) -> list[dist.ProcessGroup]:
+    def divides(self) -> Groups:
         return [self.group]
 
     def whole_shape(self, part: torch.Size) -> torch.Size:
@@ -149,5 +153,5 @@ class Shared(Layout):
     mean: bool = False
 
     @property
-    def shares(self) -> list[dist.ProcessGroup]:
+    def shares(self) -> Groups:
         return [self.group]

@@ -29,7 +29,8 @@ def complex_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_dtensor(value: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before its module does
+    # No DTensor can exist before its module does.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
@@ -90,7 +91,8 @@ class Kind:
                 return stored.reshape(())
             return stored
         if self.is_complex:
-            if stored.dim() < 2:  # FSDP1 at rest
+            if stored.dim() < 2:
+                # A flat shard of FSDP1 at rest.
                 return stored
             stored = _as_complex(stored)
             if self.form is Form.COMPLEX_SCALAR:
@@ -106,7 +108,8 @@ class Kind:
         from torch.distributed.tensor import DTensor, Shard
 
         if not self.is_complex and not self.order:
-            return stored  # a 0-dim value has no dimension to shard: it stays as FSDP2 holds it
+            # A 0-dim value has no dimension to shard: it stays as FSDP2 holds it.
+            return stored
         # From the local shard: DTensor's own operators communicate where dim 0 is 1 or goes away (torch 2.13).
         local = stored.to_local()
         shape = stored.shape
@@ -115,7 +118,8 @@ class Kind:
             shape = shape[:-1]
         placements = stored.placements
         stride = torch.empty(shape, device="meta").stride()
-        if len(self.order) == len(shape):  # else it is a list of numbers
+        # Otherwise it is a list of numbers.
+        if len(self.order) == len(shape):
             of_user = []
             for placed in placements:
                 of_user.append(Shard(self.order[placed.dim]) if isinstance(placed, Shard) else placed)
@@ -129,7 +133,8 @@ class Kind:
         """Return what modules show of ``stored``: as :meth:`to_user`, and the DTensor where it came as one."""
         value = self.to_user(stored)
         if self.layout is None or is_dtensor(value) or value.dim() != len(self.layout.shape):
-            return value  # at rest under FSDP, whose shards are what the engine holds
+            # At rest under FSDP, whose shards are what the engine holds.
+            return value
         return self.layout.as_dtensor(value)
 
     def turn_back(self, value: Tensor) -> Tensor:
@@ -176,10 +181,13 @@ for _form in Form:
 
 def _as_complex(pairs: Tensor) -> Tensor:
     if pairs.dtype in (torch.bfloat16, torch.float16):
-        pairs = pairs.float()  # view_as_complex refuses bfloat16 and makes complex32 of float16
+        # view_as_complex refuses bfloat16 and makes complex32 of float16.
+        pairs = pairs.float()
     try:
-        return torch.view_as_complex(pairs)  # a guard may watch who asks a shard for its shape or strides
-    except RuntimeError:  # begins at an odd place
+        # Tried, not asked: a guard may watch who asks a shard for its shape or strides.
+        return torch.view_as_complex(pairs)
+    except RuntimeError:
+        # It begins at an odd place.
         # FSDP1 frees the storage of a resharded parameter (torch 2.13): copying from it is a segmentation fault.
         if type(pairs) in (Tensor, nn.Parameter) and pairs.numel() and not pairs.untyped_storage().nbytes():
             raise

@@ -57,7 +57,8 @@ def stored_for(parameter: nn.Parameter, kind: Kind, name: str) -> nn.Parameter:
         forget_replacement(parameter)
     stored = nn.Parameter(kind.to_stored(parameter.detach()), requires_grad=parameter.requires_grad)
     if memory_of(stored) != memory_of(parameter):
-        parameter.data = kind.to_user(stored.detach())  # it was not contiguous: let the two share memory all the same
+        # It was not contiguous: let the two share memory all the same.
+        parameter.data = kind.to_user(stored.detach())
     if parameter.grad is not None:
         stored.grad = kind.to_stored(parameter.grad)
     adopt(stored, parameter, name)

@@ -116,8 +116,10 @@ def shard_tensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor
 
     class ShardTensor(DTensor):
-        is_copy = False  # of rows that ranks share: what is written to it reaches nobody
-        whole_shape: torch.Size | None = None  # of what is held as a list of its numbers
+        # Whether it is a copy, of rows that ranks share: what is written to it reaches nobody.
+        is_copy = False
+        # The shape of what is held as a list of its numbers.
+        whole_shape = None
         data = property(_data_of, assign)
         __setitem__ = _set_item
         numpy = _numbers_of("numpy")
@@ -210,7 +212,7 @@ def _as_shards(func: Any, source: Any, result: Any) -> Any:
     """Let what was computed from a shard be looked after as that is; note what is a copy, where torch makes views."""
     from torch.distributed.tensor import DTensor
 
-    results: Any = result if isinstance(result, (list, tuple)) else (result,)
+    results = result if isinstance(result, (list, tuple)) else (result,)
     for each in results:
         if type(each) is not DTensor:
             continue
@@ -247,7 +249,8 @@ def is_shown_by(stored: Any, other: Any) -> Any:
 class FlatShardData(Tensor):
     """``.data`` of a :class:`FlatShard`."""
 
-    __torch_function__ = nn.Parameter.__torch_function__  # what is computed from it is a plain tensor
+    # What is computed from it is a plain tensor.
+    __torch_function__ = nn.Parameter.__torch_function__
     locals().update({name: _refuse_random(name) for name in FILLS})
 
 

@@ -87,7 +87,8 @@ def even_gradient(stored: Tensor) -> Tensor | None:
     if hasattr(gradient, LOCAL_TENSOR):
         stored.grad = gradient = gradient.clone()
     else:
-        gradient.data = gradient.data.clone()  # it stays the same tensor: reductions have made notes on it
+        # It stays the same tensor: reductions have made notes on it.
+        gradient.data = gradient.data.clone()
     return gradient
 
 
@@ -97,7 +98,8 @@ def even_gradient(stored: Tensor) -> Tensor | None:
 class ShownGradient(Tensor):
     """An engine's gradient as the user knows it: what is put in its place reaches the engine's memory."""
 
-    __torch_function__ = nn.Parameter.__torch_function__  # what is computed from it is a plain tensor
+    # What is computed from it is a plain tensor.
+    __torch_function__ = nn.Parameter.__torch_function__
     data: Any = property(DATA.__get__, assign)
 
     def set_(self, source: Any = None, *others: Any) -> Any:
@@ -110,18 +112,19 @@ _gradients: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 """The engine's gradient -> what shows it, with the attributes that its user has given it."""
 
 
-def shown_gradient(gradient: Tensor, kind: Kind) -> Tensor:
+def shown_gradient(gradient: Tensor, kind: Kind) -> Any:
     """Return what shows an engine's gradient: the same object as long as that is the same."""
     shown = _gradients.get(gradient)
     if shown is not None and memory_of(shown) == memory_of(gradient):
         return shown
     # Of ``.data``, so that what is shown, which lives as long as the gradient, does not keep it alive as its base.
-    value: Any = kind.shown(DATA.__get__(gradient))
+    value = kind.shown(DATA.__get__(gradient))
     if memory_of(value) != memory_of(gradient):
-        return cast(Tensor, value)  # a copy, of a layout that cannot be viewed
+        # A copy, of a layout that cannot be viewed.
+        return value
     value.__class__ = shard_tensor() if hasattr(value, LOCAL_TENSOR) else ShownGradient
     _gradients[gradient] = value
-    return cast(Tensor, value)
+    return value
 
 
 # ------------------------------------------------------------------------------------------------ classes
@@ -131,7 +134,8 @@ def _set_grad(tensor: Any, value: Any) -> None:
     """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
     GRAD.__set__(tensor, value)
     if value is not None:
-        if hasattr(value, LOCAL_TENSOR):  # made by the engine, of torch's own class
+        if hasattr(value, LOCAL_TENSOR):
+            # The engine has made it, of torch's own class.
             value.__class__ = shard_tensor()
         return
     drops = record_of(tensor).drops
@@ -145,10 +149,14 @@ class AsParameter:
 
     _fsshard_stored: Tensor
     _fsshard_kind: Kind
-    _fsshard_trains: bool | None  # whether the stored one did when the view was made, which its graph tells
-    _fsshard_written: int = -1  # how often the stored one had been written when the view's nodes were made
+    # Whether the stored one did when the view was made, which its graph tells.
+    _fsshard_trains: bool | None
+    # How often the stored one had been written when the view's nodes were made.
+    _fsshard_written: int = -1
     data: Any = property(DATA.__get__, assign)
-    is_leaf, grad_fn = True, None  # as of a bare one: tltorch registers it in modules that it makes in forwards
+    # As of a bare one: tltorch registers it in modules that it makes in forwards.
+    is_leaf = True
+    grad_fn = None
 
     @property
     def grad(self) -> Tensor | None:
@@ -160,13 +168,14 @@ class AsParameter:
         gradient = even_gradient(stored) if kind.is_complex else stored.grad
         if gradient is None:
             return None
-        return shown_gradient(gradient, kind)
+        return shown_gradient(gradient, kind)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         stored = self._fsshard_stored
         own = self.grad
-        if value is not None and value is own:  # p.grad *= 2
+        if value is not None and value is own:
+            # As in ``p.grad *= 2``.
             return
         if value is None or not (hasattr(value, LOCAL_TENSOR) or hasattr(stored, LOCAL_TENSOR)):
             stored.grad = None if value is None else self._fsshard_kind.to_stored(value).reshape(stored.shape)
@@ -214,8 +223,7 @@ class AsParameter:
         """Return True for the stored parameter, and whatever else shows it; compare elements with all other tensors."""
         # So the two are one key of sets and dicts: ``optimizer.state[p]``, Lightning's map of parameters to names. An
         # object finds itself there without being asked, and ``(p == p).all()`` is as of any tensor.
-        is_same = other is not self and stored_of(other) is self._fsshard_stored
-        if is_same:
+        if other is not self and stored_of(other) is self._fsshard_stored:
             return True
         return Tensor.__eq__(cast(Tensor, self), other)
 
@@ -285,45 +293,55 @@ class Kept(dict[str, Shown]):
     def __reduce__(self) -> Any:
         return Kept, ()
 
-    def show(self, name: str, stored: Any, kind: Kind) -> Tensor:
+    def show(self, name: str, stored: Any, kind: Kind) -> Any:
         """Show ``stored`` from now on, which is another than before, or elsewhere; return the tensor that does."""
         swapped = stored.__dict__.get(_SWAPPED)
         if swapped is not None:
-            return cast(Tensor, swapped)
+            return swapped
         self.pop(name, None)
-        found = _show(stored, kind)
-        if type(found) is Shown and _is_plain(stored) and found.data_ptr() == stored.data_ptr():
-            run_first_from(found, stored)
-            self[name] = found  # else it is a copy or a shard, and shown for one access
-        return cast(Tensor, found)
+        shown = _show(stored, kind)
+        # A copy or a shard is shown for one access only.
+        if type(shown) is Shown and _is_plain(stored) and shown.data_ptr() == stored.data_ptr():
+            run_first_from(shown, stored)
+            self[name] = shown
+        return shown
 
 
-def show_stored(stored: Tensor, kind: Kind) -> Tensor:
+def show_stored(stored: Tensor, kind: Kind) -> Any:
     """Return what shows an engine's parameter outside of modules, which may hold another tensor for a while."""
-    with torch.inference_mode(False):  # DTensors have no detach() there (torch 2.13)
-        if kind.layout is not None:  # its module shows it as a DTensor over other mesh dimensions
-            return cast(Tensor, _marked(kind.to_user(stored), stored, replace(kind, layout=None)))
-        return cast(Tensor, _show(stored, kind))
+    # DTensors have no detach() in inference mode (torch 2.13).
+    with torch.inference_mode(False):
+        if kind.layout is not None:
+            # Its module shows it as a DTensor over other mesh dimensions.
+            return _marked(kind.to_user(stored), stored, replace(kind, layout=None))
+        return _show(stored, kind)
 
 
 def _show(stored: Tensor, kind: Kind) -> Any:
     """Return what shows ``stored``: the object that there is, if it is in use and still right."""
-    is_plain = _is_plain(stored)  # else it is a shard, or a tensor of a simulation or a transform of torch.func
+    # Others are shards, or tensors of a simulation or a transform of torch.func.
+    is_plain = _is_plain(stored)
     if not is_plain and not kind.is_complex and has_torch_function_unary(stored):
-        return stored  # as the engine holds it: a guard watches who reads it
+        # As the engine holds it: a guard watches who reads it.
+        return stored
     if is_dtensor(stored) and functorch_transforms_active():
-        return stored  # DTensor's own functions know nothing of torch.func (torch 2.13)
+        # DTensor's own functions know nothing of torch.func (torch 2.13).
+        return stored
     shown = _alive(stored)
     trains = shown is not None and shown._fsshard_trains == stored.requires_grad
-    if is_plain and trains and (_pointer(shown) == stored.data_ptr() or _follow(shown, stored)):
-        return shown  # a guard may watch who reads a shard, and lets everybody ask for the pointer
+    if is_plain and trains:
+        # A guard may watch who reads a shard, and lets everybody ask for the pointer.
+        is_there = getattr(shown, LOCAL_TENSOR, shown).data_ptr() == stored.data_ptr()
+        if is_there or _follow(shown, stored):
+            return shown
     with torch.enable_grad(), _outside_of_transforms() if is_plain else contextlib.nullcontext():
-        value: Any = kind.shown(stored)
+        value = kind.shown(stored)
     if value is stored:
         return stored
     value = _marked(value, stored, kind)
     if not is_plain and trains and type(shown) is type(value) and shown.shape == value.shape:
-        has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)  # those of simulations and of torch.func have none
+        # Tensors of simulations and of torch.func have none.
+        has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)
         if not has_memory or memory_of(shown) == memory_of(value):
             return shown
     _shown[stored] = weakref.ref(value)
@@ -333,15 +351,17 @@ def _show(stored: Tensor, kind: Kind) -> Any:
 @contextlib.contextmanager
 def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
     """Enter a context in which an engine moves ``parameters``: what shows them, and ``others``, follows."""
-    known = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
-    for each in known.values():
+    shown = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
+    for each in shown.values():
+        # It lets go of the memory that the engine leaves.
         DATA.__set__(each, each.new_empty(()).expand(each.shape))
     try:
         yield
     finally:
-        for each in known.values():
+        for each in shown.values():
             if not _follow(each, each._fsshard_stored):
-                each._fsshard_trains = None  # modules show another one from now on
+                # Modules show another one from now on.
+                each._fsshard_trains = None
 
 
 def _is_plain(stored: Tensor) -> bool:
@@ -360,19 +380,22 @@ def _alive(stored: Tensor) -> Any:
 
 def _follow(shown: Any, stored: Tensor) -> bool:
     """Let a view that somebody holds show where an engine has moved ``stored`` to; return whether it can train."""
-    if not stored.is_leaf:  # FSDP1's views
+    if not stored.is_leaf:
+        # One of FSDP1's views.
         return False
     value = shown._fsshard_kind.shown(stored.detach())
     if value.data_ptr() != stored.data_ptr() or value.shape != shown.shape:
         return False
     DATA.__set__(shown, value)
     if not stored.requires_grad and shown._fsshard_trains is not False:
-        return False  # frozen since: autograd cannot make the view's node again, an internal assertion (torch 2.13)
+        # Frozen since: autograd cannot make the view's node again, an internal assertion (torch 2.13).
+        return False
     # When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
     # memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
     try:
         node = _GRAD_FN.__get__(shown)
-    except RuntimeError:  # the new memory is shorter than that offset
+    except RuntimeError:
+        # The new memory is shorter than that offset.
         return False
     if node is None or not node.next_functions or not node.next_functions[0][0].next_functions:
         return True
@@ -392,10 +415,6 @@ def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     if functorch_transforms_active():
         return disable_functorch()
     return contextlib.nullcontext()
-
-
-def _pointer(tensor: Tensor) -> int:
-    return int(getattr(tensor, LOCAL_TENSOR, tensor).data_ptr())
 
 
 def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:
@@ -420,9 +439,11 @@ def run_first_from(shown: Tensor, stored: Tensor) -> None:
     # The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
     # FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would
     # wait for the end of the backward.
-    if not stored.is_leaf or torch.is_inference_mode_enabled():  # FSDP1's views, which are new at every forward
+    if not stored.is_leaf or torch.is_inference_mode_enabled():
+        # FSDP1's views are new at every forward.
         return
-    shown.__dict__["_fsshard_written"] = version_of(stored)  # past __setattr__: once per weight and step
+    # Past __setattr__, which would be called once per weight and step.
+    shown.__dict__["_fsshard_written"] = version_of(stored)
     if functorch_transforms_active():
         with disable_functorch():
             node = _GRAD_FN.__get__(shown)
@@ -451,7 +472,8 @@ class UserParameters(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._stored)
 
-    def items(self) -> Any:  # what state_dict() asks for; Dynamo's switch in __getitem__ takes most of its time
+    # For state_dict(); Dynamo's switch in __getitem__ takes most of its time.
+    def items(self) -> Any:
         if raw_state.on:
             return dict(zip(self, self._stored.values(), strict=True)).items()
         return super().items()
@@ -462,7 +484,8 @@ class UserParameters(MutableMapping[str, Any]):
     def _is_view(self, name: Any) -> bool:
         return name in self._views and name + SUFFIX in self._stored
 
-    @disable_dynamo  # Dynamo's own views of a tied parameter would not be one object
+    # Dynamo's own views of a tied parameter would not be one object.
+    @disable_dynamo
     def __getitem__(self, name: str) -> Any:
         if not self._is_view(name):
             return self._stored[name]
@@ -475,10 +498,12 @@ class UserParameters(MutableMapping[str, Any]):
         if not self._is_view(name):
             self._stored[name] = value
         elif stored_of(value) is not value or (isinstance(value, Tensor) and record_of(value).is_shard):
-            self._stored[name + SUFFIX] = stored_of(value)  # what was there before; of a shard itself
+            # What was there before, or the parameter of a shard.
+            self._stored[name + SUFFIX] = stored_of(value)
         elif value is None or isinstance(value, nn.Parameter):
             setattr(self._module, name, value)
-        else:  # for a while: torch.func.functional_call
+        else:
+            # For a while only, as torch.func.functional_call does.
             kind = self._views[name]
             self._stored[name + SUFFIX] = stored = value if kind.form is Form.RENAMED else kind.to_stored(value)
             if stored is not value:

@@ -15,10 +15,13 @@ from fsshard.torch_private.modules import CHECKPOINTED
 class ParameterSlot(NamedTuple):
     """One place where a module holds a parameter."""
 
-    name: str  # as the user knows it, fully qualified
+    # As the user knows it, fully qualified.
+    name: str
     owner: nn.Module
-    attribute: str  # the user's name within the module
-    stored: str  # the key in ``stored_in(owner)``
+    # The user's name within the module.
+    attribute: str
+    # The key in ``stored_in(owner)``.
+    stored: str
     kind: Kind
 
     @property
@@ -97,8 +100,8 @@ class ModuleTable:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the distinct buffers by their first names, as ``named_buffers()`` has them."""
-        buffers: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        buffers = {}
+        seen = set()
         for name, module in self.modules.items():
             prefix = f"{name}." if name else ""
             for key, buffer in module._buffers.items():

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsshard.complex_params.flattened import (
     LISTED,
@@ -123,11 +123,11 @@ def untensorfy(model: ModuleT) -> ModuleT:
     for module in modules:
         if any(map(is_dtensor, stored_in(module).values())):
             raise ModelError("the model is sharded by an engine; untensorfy works on whole models only")
-    memo: dict[int, nn.Parameter] = {}
+    memo = {}
     for module in modules:
         views = type(module)._fsshard_views
         parameters = stored_in(module)
-        natives: dict[str, nn.Parameter | None] = {}
+        natives = {}
         for stored, parameter in parameters.items():
             name = stored.removesuffix(SUFFIX)
             kind = views.get(name, Kind.PLAIN) if name != stored else Kind.PLAIN
@@ -195,8 +195,8 @@ def keep_local_parts(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     # and FSDP2's have other state dicts and norms (torch 2.13). To an engine a rank's part is a parameter like any
     # other; tensor-parallel code sees the DTensor over it, whose own backward sums what ranks share.
     places = list(dtensor_parameters(modules))
-    before: dict[nn.Module, tuple[Any, dict[str, Any]]] = {}
-    parts: dict[int, tuple[nn.Parameter, Kind]] = {}
+    before = {}
+    parts = {}
     for name, owner, _, parameter in places:
         before[owner] = (owner.__class__, dict(owner._parameters))
         if id(parameter) not in parts:
@@ -220,7 +220,7 @@ def keep_local_parts(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 def _local_part(parameter: Any) -> tuple[nn.Parameter, Kind]:
     """Return this rank's part as it is stored, with its gradient, and how it relates to the DTensor."""
-    local: Tensor = parameter.detach().to_local()
+    local = parameter.detach().to_local()
     mesh = parameter.device_mesh
     gradient = parameter.grad
     groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from fsshard.comm.agreement import broadcast_tensors
 from fsshard.errors import NotTogether, RankMismatch
 from fsshard.torch_private.c10d import device_types
 
-MOST_BYTES = 25 * 2**20  # that are sent together, as by DDP
+# Most bytes that are sent together, as by DDP.
+MOST_BYTES = 25 * 2**20
 
 
 def come_together(group: Any, call: str) -> None:
@@ -105,10 +107,10 @@ def average(
         group: the ranks.
         reduce_dtypes: by parameter the dtype in which its gradient is sent and added up; else its own.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    by_dtype = defaultdict(list)
     for parameter in parameters:
         dtype = reduce_dtypes.get(parameter) or parameter.dtype
-        by_dtype.setdefault(dtype, []).append(parameter)
+        by_dtype[dtype].append(parameter)
     for dtype, same_dtype in by_dtype.items():
         for run in runs(same_dtype):
             _average_run(run, group, dtype)
@@ -147,10 +149,10 @@ def share_means(
     if not parameters:
         return
     shared = used_anywhere(has_mean, group, parameters[0].device)
-    by_owner: dict[int, list[nn.Parameter]] = {}
+    by_owner = defaultdict(list)
     for parameter, owner, is_shared in zip(parameters, owners, shared, strict=True):
         if is_shared:
-            by_owner.setdefault(owner, []).append(parameter)
+            by_owner[owner].append(parameter)
     for owner, owned in by_owner.items():
         is_own = owner == group.rank()
         means = []

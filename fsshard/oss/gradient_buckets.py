@@ -21,13 +21,14 @@ from fsshard.oss.collectives import as_dense
 from fsshard.oss.partition import dense_strides
 from fsshard.torch_private.tensors import foreach_add_, foreach_copy_, foreach_mul, foreach_mul_
 
-_ALIGNMENT = 16  # of a segment, in bytes: the largest element there is
+# Of a segment, in bytes: the largest element there is.
+_ALIGNMENT = 16
 
 
 class _Segment:
-    """A rank's own part of a bucket: gradients, complex ones first so that their pairs begin at even places.
+    """A rank's own part of a bucket: gradients, and behind them a flag for each, a byte.
 
-    Behind them lies a flag for each, a byte: the sender's backward reached it. What no rank used is left alone.
+    A flag says that the sender's backward reached the parameter. What no rank used is left alone.
     """
 
     def __init__(
@@ -37,10 +38,7 @@ class _Segment:
         dtype: torch.dtype,
     ) -> None:
         # Complex ones come first, so that their pairs begin at even places.
-        by_kind: dict[bool, list[int]] = {True: [], False: []}
-        for index in indices:
-            by_kind[parameters[index].is_complex()].append(index)
-        self.indices = by_kind[True] + by_kind[False]
+        self.indices = sorted(indices, key=lambda index: not parameters[index].is_complex())
         self._reals = [_reals(parameters[index]) for index in self.indices]
         # Bytes of all gradients, and those up to where the next segment may begin.
         self.gradients = sum(self._reals) * dtype.itemsize
@@ -178,8 +176,8 @@ class GradientBucket:
         indices: list[int],
         views: list[Tensor],
     ) -> None:
-        targets: list[Tensor] = []
-        gradients: list[Tensor] = []
+        targets = []
+        gradients = []
         for index, view in zip(indices, views, strict=True):
             parameter = self._parameters[index]
             gradient = parameter.grad
@@ -216,6 +214,7 @@ class GradientBucket:
         """
         work = self._work
         self._work = None
+        # It was finished before, when another bucket took its memory.
         if work is None:
             return []
         with seen_waiting(self.group, "the reduction of gradients"):
@@ -224,7 +223,7 @@ class GradientBucket:
         chosen = self._to_reduce() if own else []
         if not chosen:
             return []
-        means: dict[int, Tensor] = {}
+        means = {}
         for place in chosen:
             mean = take_mean(own[place])
             if mean is not None:
@@ -248,11 +247,7 @@ class GradientBucket:
         if all(self._used):
             return list(range(len(self._used)))
         others = torch.stack(self._flags).amax(0).tolist()
-        places = []
-        for place, used in enumerate(self._used):
-            if used or others[place]:
-                places.append(place)
-        return places
+        return [place for place, used in enumerate(self._used) if used or others[place]]
 
     def _local(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part, which may be changed in place."""

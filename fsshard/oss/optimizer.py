@@ -79,7 +79,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self.world_size = dist.get_world_size(self.group)
         self.global_rank = dist.get_global_rank(self.group, self.rank)
         self.backend = dist.get_backend(self.group)
-        watchdog.join()  # so that ranks that wait for this one can find out where it is
+        # So that ranks that wait for this one can find out where it is.
+        watchdog.join()
         partition.check_separable(optim, self.world_size)
         self.in_super_constructor = True
         super().__init__(params, default)
@@ -89,10 +90,11 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._loads = [0] * self.world_size
         self._partition_version = 0
         self._reducers: list[weakref.ref[Any]] = []
-        self._at_rest: set[Tensor] = set()  # frozen, without a gradient at their owners
+        # Frozen, without a gradient at their owners.
+        self._at_rest: set[Tensor] = set()
         self._shards: list[dict[Any, Any]] | None = None
         self._shards_are_old = False
-        self.buckets: dict[torch.device, dict[int, partition.ParameterBucket]] = {}
+        self.buckets: partition.Buckets = {}
         self._pointers: list[tuple[Tensor, bool, int]] = []
         partition.assign_owners(self._parameters(), self._param_to_rank, self._loads)
         # Before the inner optimizer, which may keep views of parameters from its constructor (DistributedShampoo's
@@ -112,11 +114,11 @@ class OSS(PartitionedOptimizer, Optimizer):
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Return the groups of each rank: all settings, and the parameters that it owns."""
-        of_ranks = []
+        groups_of_ranks = []
         for rank in range(self.world_size):
             groups = [partition.group_of_owner(group, self._param_to_rank, rank) for group in self.param_groups]
-            of_ranks.append(groups)
-        return of_ranks
+            groups_of_ranks.append(groups)
+        return groups_of_ranks
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what was there before stays with its owners. Not a collective, but to be called on all ranks."""
@@ -174,7 +176,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         It has ``finish_gradients()``, a collective that completes what is under way, and
         ``discard_gradients(parameters)``, for those that are zeroed, or dropped.
         """
-        if all(reducer is not each for each in self._attached()):
+        if not any(reducer is each for each in self._attached()):
             self._reducers.append(weakref.ref(reducer))
 
     def _attached(self) -> list[Any]:
@@ -190,14 +192,12 @@ class OSS(PartitionedOptimizer, Optimizer):
         """Return all parameters, in the order of the attached models where there are any, else of the groups."""
         # A sum of norms depends on it, and clip_grad_norm_(model.parameters(), ...) adds in the model's order.
         own = dict.fromkeys(self._parameters())
-        ordered: dict[Tensor, None] = {}
+        ordered = []
         for reducer in self._attached():
             if isinstance(reducer, nn.Module):
-                for parameter in reducer.parameters():
-                    if parameter in own:
-                        ordered[parameter] = None
-        ordered.update(own)
-        return list(ordered)
+                ordered += [parameter for parameter in reducer.parameters() if parameter in own]
+        # Each once, where it comes first.
+        return list(dict.fromkeys([*ordered, *own]))
 
     # ------------------------------------------------------------------------------------------------ a step
 
@@ -232,7 +232,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._broadcast_params()
         self._sync_param_groups(self.optim.param_groups, self.param_groups)
         self._shards_are_old = True
-        if isinstance(self.state, _State):  # not replaced by the user
+        # Unless the user has replaced it.
+        if isinstance(self.state, _State):
             self.state.initialised = True
         return loss
 
@@ -308,18 +309,16 @@ class OSS(PartitionedOptimizer, Optimizer):
         norm_type = float(norm_type)
         own = []
         for parameter in self._parameters():
-            is_own = self._param_to_rank[parameter] == self.rank
-            if is_own and parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if self._param_to_rank[parameter] == self.rank:
                 own.append(parameter)
         # The user's function: if it raises on one rank, the others must not wait for the norm.
         if filter_params_fn is not None:
             own = agree(self.group, lambda: list(filter_params_fn(own)))
         counted = {id(parameter) for parameter in own}
         parameters = self._in_order_of_model()
-        places = []
-        for place, parameter in enumerate(parameters):
-            if id(parameter) in counted:
-                places.append(place)
+        places = [place for place, parameter in enumerate(parameters) if id(parameter) in counted]
         norms = owned_norms(parameters, places, norm_type, self.group, self._comm_device)
         total = combined(norms, parameters, norm_type)
         scale(parameters, float(max_norm), total)
@@ -367,7 +366,7 @@ class OSS(PartitionedOptimizer, Optimizer):
                 stacklevel=2,
             )
         # What comes besides the parameters' state, by keys that are no numbers, is the first rank's.
-        whole: dict[Any, Any] = {}
+        whole = {}
         for shard in reversed(self._shards):
             whole.update(shard)
         parameters = list(self._parameters())
@@ -377,7 +376,8 @@ class OSS(PartitionedOptimizer, Optimizer):
         own = self.state
         self.state = state | whole
         try:
-            return super().state_dict()  # which numbers the parameters, and runs hooks
+            # It numbers the parameters, and runs hooks.
+            return super().state_dict()
         finally:
             self.state = own
 
@@ -403,9 +403,8 @@ class OSS(PartitionedOptimizer, Optimizer):
     def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         _check_fits(state_dict, self.param_groups)
         _load_inner(self.optim, self.param_groups, state_dict)
-        empty: dict[Any, Any] = {}
-        for number in state_dict["state"]:
-            empty[number] = {}
+        # Torch sees groups without state, and copies none of other ranks' to the device.
+        empty: dict[Any, Any] = {number: {} for number in state_dict["state"]}
         return {**state_dict, "state": empty}
 
     def _show_own_part(self) -> None:
@@ -413,7 +412,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         state = _State(dict)
         for parameter in self.state:
             if isinstance(parameter, Tensor):
-                is_own = self._param_to_rank[parameter] == self.rank
+                is_own = self.owner_of(parameter) == self.rank
                 state[parameter] = self.optim.state[parameter] if is_own else {}
         state.initialised = True
         self.state = state
@@ -463,7 +462,7 @@ def _own_state(inner: Optimizer, index: Mapping[Tensor, int]) -> dict[Hashable, 
 def _send_objects(payload: Any, recipient: int, group: dist.ProcessGroup) -> list[Any] | None:
     """Return every rank's object on one rank, or on all (-1), and None elsewhere. Collective."""
     rank = group.rank()
-    payloads: list[Any] = []
+    payloads = []
     # One after the other: together they would be in memory twice.
     for source in range(group.size()):
         box = [payload]
@@ -485,10 +484,10 @@ def _check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     states = state_dict["state"]
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
-    wrong: dict[str, tuple[object, object]] = {}
     if sizes != saved_sizes:
-        wrong["number of parameters in each group"] = (sizes, saved_sizes)
-        raise OptimizerStateMismatch("optimizer state", mismatched=wrong)
+        wrong_sizes = {"number of parameters in each group": (sizes, saved_sizes)}
+        raise OptimizerStateMismatch("optimizer state", mismatched=wrong_sizes)
+    wrong = {}
     known = set()
     for i, (own, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         numbers = saved["params"]
@@ -499,10 +498,7 @@ def _check_fits(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> None:
             for key, value in (states.get(number) or {}).items():
                 if key in SHAPED and isinstance(value, Tensor) and value.shape != shape:
                     wrong[f"{name}: {key}"] = (tuple(shape), tuple(value.shape))
-    unexpected = []
-    for key in states:
-        if isinstance(key, int) and key not in known:
-            unexpected.append(f"state of parameter {key}")
+    unexpected = [f"state of parameter {key}" for key in states if isinstance(key, int) and key not in known]
     if unexpected or wrong:
         raise OptimizerStateMismatch("optimizer state", (), unexpected, wrong)
 
@@ -523,13 +519,9 @@ def _load_inner(
             of_parameter = states.pop(number, None)
             if parameter in here and of_parameter is not None:
                 state[here[parameter]] = copy.deepcopy(of_parameter)
-        settings = {}
-        for key, value in saved.items():
-            if key not in partition.NOT_SYNCED:
-                settings[key] = value
+        settings = {key: value for key, value in saved.items() if key not in partition.NOT_SYNCED}
         settings["params"] = [here[parameter] for parameter in own["params"]]
         param_groups.append(settings)
-    # What an optimizer keeps besides the state of parameters.
-    for key, value in states.items():
-        state[key] = copy.deepcopy(value)
+    # What is left an optimizer keeps besides the state of parameters.
+    state |= copy.deepcopy(states)
     inner.load_state_dict({"state": state, "param_groups": param_groups})

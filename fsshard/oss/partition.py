@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from fsshard.errors import UnsupportedByBackend
 GLOBAL_OPTIMIZERS = frozenset({"LBFGS"})
 """Known to use inner products over all parameters (under FairScale's OSS: NaN)."""
 
-NOT_SYNCED = ("params", "param_names")  # what a group of one rank has for itself
-ALIGNMENT = 64  # bytes, of torch's own allocations on the CPU
+# What a group of one rank has for itself.
+NOT_SYNCED = ("params", "param_names")
+# Bytes, of torch's own allocations on the CPU.
+ALIGNMENT = 64
 
 
 def assign_owners(
@@ -119,14 +122,18 @@ class ParameterBucket:
         self.owner = owner
         self.buffers: dict[torch.dtype, Tensor] = {}
         self.parameters: list[Tensor] = []
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        by_dtype = defaultdict(list)
         for parameter in parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            by_dtype[parameter.dtype].append(parameter)
         for dtype, same_dtype in by_dtype.items():
             same_dtype.sort(key=Tensor.numel)
             self.buffers[dtype] = packed(same_dtype, dtype, device)
             self.parameters += same_dtype
         self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
+
+
+Buckets = dict[torch.device, dict[int, ParameterBucket]]
+"""By device and owner."""
 
 
 @torch.no_grad()
@@ -169,32 +176,33 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 def lay_out(
     parameters: Iterable[Tensor],
     owners: dict[Tensor, int],
-    before: dict[torch.device, dict[int, ParameterBucket]],
-) -> dict[torch.device, dict[int, ParameterBucket]]:
+    before: Buckets,
+) -> Buckets:
     """Put the trainable parameters into new buckets, by device and owner, in an order that all ranks have.
 
     What is frozen since leaves the buckets of before for memory of its own.
     """
-    lists: dict[torch.device, dict[int, list[Tensor]]] = {}
+    lists = defaultdict(list)
     frozen = []
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and parameter.numel():
-            by_owner = lists.setdefault(parameter.device, {})
-            by_owner.setdefault(owners[parameter], []).append(parameter)
+            lists[parameter.device, owners[parameter]].append(parameter)
         else:
             frozen.append(parameter)
     _leave(frozen, before)
-    buckets: dict[torch.device, dict[int, ParameterBucket]] = {}
-    for device, by_owner in lists.items():
-        buckets[device] = {rank: ParameterBucket(by_owner[rank], device, rank) for rank in sorted(by_owner)}
+    # Devices in the order of their first parameter, and the owners of each by rank.
+    buckets: Buckets = {device: {} for device, _ in lists}
+    for device, rank in sorted(lists, key=lambda place: place[1]):
+        buckets[device][rank] = ParameterBucket(lists[device, rank], device, rank)
     return buckets
 
 
-def _leave(frozen: Iterable[Tensor], buckets: dict[torch.device, dict[int, ParameterBucket]]) -> None:
+def _leave(frozen: Iterable[Tensor], buckets: Buckets) -> None:
     """Give those parameters memory of their own that are views of buckets."""
-    views: set[Tensor] = set()
+    views = set()
     for by_owner in buckets.values():
         for bucket in by_owner.values():
             views.update(bucket.parameters)
+    # Not those that are frozen from the start, which lie in memory of their own.
     for parameter in views.intersection(frozen):
         parameter.data = parameter.detach().clone()

@@ -92,9 +92,10 @@ def step_without_global_hooks(inner: Optimizer, kwargs: dict[str, Any]) -> Any:
     other ranks' parameters are there.
     """
     step = unhooked_step(type(inner))
-    if "step" in vars(inner) or step is type(inner).step:  # of the user's own
+    if "step" in vars(inner) or step is type(inner).step:
+        # A step of the user's own, which torch has not wrapped.
         return inner.step(**kwargs)
-    args: Any = (inner,)
+    args = (inner,)
     for pre_hook in step_pre_hooks(inner).values():
         args, kwargs = pre_hook(inner, args, kwargs) or (args, kwargs)
     loss = step(*args, **kwargs)

@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,10 @@ from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 
 log = logging.getLogger("fsshard")
 
-SLOTS = 4  # buckets in flight
-EVERYWHERE = -1  # in place of an owner
+# Buckets in flight.
+SLOTS = 4
+# In place of an owner: all ranks have the gradient.
+EVERYWHERE = -1
 # Who reduces a parameter's gradient. No attribute of the parameter: torch.save would pickle it.
 _reducing: Any = WeakTensorKeyDictionary()
 
@@ -76,10 +79,12 @@ class Reduction:
         self.silenced: int = 0 if before is None else before.silenced
         self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
         self._everywhere: list[int] = []
-        owned: list[int] = []
+        owned = []
         for index in reversed(range(len(self.parameters))):
-            indices = self._everywhere if owners[index] == EVERYWHERE else owned
-            indices.append(index)
+            if owners[index] == EVERYWHERE:
+                self._everywhere.append(index)
+            else:
+                owned.append(index)
         self._buckets: list[GradientBucket] = []
         if group.size() > 1:
             self._buckets = self._new_buckets(owned, reduce_dtypes, bucket_elements)
@@ -88,23 +93,33 @@ class Reduction:
             self._bucket_of.update(dict.fromkeys(bucket.indices, bucket))
         # Parameters whose gradient here is a mean. What is frozen is among them, too: it may be thawed with its mean.
         self._means: set[Tensor] = set() if before is None else before._means
-        self._has_means = False  # owners may have some that nobody has dropped; the same on all ranks
-        self._aside: dict[int, Tensor] = {}  # means, while the backward adds to them
-        self._unrounded: dict[int, Tensor] = {}  # means, while what is added to them is reduced in another dtype
-        self._reduced: set[int] = set()  # gradients whose mean over the group this flush has found
-        self._arrived: set[int] = set()  # gradients that have not been reduced
+        # Whether owners may have some that nobody has dropped; the same on all ranks.
+        self._has_means = False
+        # Means that are set aside while the backward adds to them.
+        self._aside: dict[int, Tensor] = {}
+        # Means, while what is added to them is reduced in another dtype.
+        self._unrounded: dict[int, Tensor] = {}
+        # Gradients whose mean over the group this flush has found.
+        self._reduced: set[int] = set()
+        # Gradients that have not been reduced.
+        self._arrived: set[int] = set()
         if before is not None:
             for index, parameter in enumerate(self.parameters):
                 is_thawed = parameter.grad is not None and parameter not in before._index
                 if is_thawed and parameter not in self._means:
                     self._arrived.add(index)
-        self._deferred: set[int] = set()  # gradients that come in parts, or at the end of an inner backward
+        # Gradients that come in parts, or at the end of an inner backward.
+        self._deferred: set[int] = set()
         self._learning = True
-        self._task: int | None = None  # the graph task of the outermost backward that runs
-        self._quiet = False  # it began under no_sync
+        # The graph task of the outermost backward that runs.
+        self._task: int | None = None
+        # Whether it began under no_sync.
+        self._quiet = False
         self._launched = 0
-        self._lock = threading.RLock()  # a module on several GPUs has several threads in its backward
-        self._late: set[int] = set()  # came after their bucket had left
+        # A module on several GPUs has several threads in its backward.
+        self._lock = threading.RLock()
+        # Gradients that came after their bucket had left.
+        self._late: set[int] = set()
         self.local = False
         self._warned = False
         self._hooks: list[Any] = []
@@ -122,12 +137,11 @@ class Reduction:
         self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
     ) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
-        kinds: dict[Any, list[nn.Parameter]] = {}
+        kinds = defaultdict(list)
         for index in indices:
             parameter = self.parameters[index]
             reduce_dtype = reduce_dtypes.get(parameter)
-            kind = (reduce_dtype, reduce_dtype or real_dtype(parameter.dtype))
-            kinds.setdefault(kind, []).append(parameter)
+            kinds[reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)].append(parameter)
         buckets = []
         for (reduce_dtype, _), parameters in kinds.items():
             for run in runs(parameters, elements):
@@ -141,10 +155,10 @@ class Reduction:
                 )
                 buckets.append(bucket)
         buckets.sort(key=lambda bucket: -min(bucket.indices))
-        by_device: dict[torch.device, list[GradientBucket]] = {}
+        by_device = defaultdict(list)
         for bucket in buckets:
             device = self.parameters[bucket.indices[0]].device
-            by_device.setdefault(device, []).append(bucket)
+            by_device[device].append(bucket)
         for device, of_device in by_device.items():
             for turn in range(min(SLOTS, len(of_device))):
                 share_memory(of_device[turn::SLOTS], device)
@@ -158,7 +172,7 @@ class Reduction:
             if self.owners[i] == self.group.rank():
                 self._hooks.append(parameter.register_hook(_weakly(self._comes, i)))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._came, i)))
-            before: Reduction | None = _reducing.get(parameter, lambda: None)()
+            before = _reducing.get(parameter, lambda: None)()
             if before is not None and parameter in before._index:
                 before.detach()
                 self._has_means |= before._has_means
@@ -192,7 +206,8 @@ class Reduction:
     def _take_mean(self, i: int) -> Tensor | None:
         """Return the mean that gradient ``i`` is added to, if there is one, and leave this rank's part in ``grad``."""
         parameter = self.parameters[i]
-        if not self._means or parameter not in self._means:  # a look at the set first: hashing a tensor takes its time
+        # A look at the set first: hashing a tensor takes its time.
+        if not self._means or parameter not in self._means:
             return self._aside.pop(i, None)
         self._means.discard(parameter)
         mean = parameter.grad
@@ -207,7 +222,8 @@ class Reduction:
         if parameter.grad is None:
             parameter.grad = mean
             self._means.add(parameter)
-        else:  # the owner's part becomes what, added up and divided by the number of ranks, gives the mean with all
+        else:
+            # The owner's part becomes what, added up and divided by the number of ranks, gives the mean with all.
             parameter.grad = mean * self.group.size() + parameter.grad.detach()
 
     def _came(self, i: int) -> None:
@@ -222,7 +238,8 @@ class Reduction:
             return
         bucket = self._bucket_of[i]
         if self._task != current_graph_task_id():
-            self._deferred.add(i)  # an inner backward, and others may add to it again
+            # It comes from an inner backward, and others may add to it again.
+            self._deferred.add(i)
             if bucket in self._buckets[: self._launched]:
                 self._late.add(i)
         elif not self._learning and i not in self._deferred:
@@ -250,7 +267,7 @@ class Reduction:
         queue_callback(self._ends)
         if self.silenced and self._has_means:
             self._has_means = False
-            indices = [index for bucket in self._buckets for index in bucket.indices]
+            indices = list(self._bucket_of)
             parameters = [self.parameters[index] for index in indices]
             owners = [self.owners[index] for index in indices]
             has_mean = [parameter in self._means and parameter.grad is not None for parameter in parameters]
@@ -262,7 +279,8 @@ class Reduction:
         """Raise if a backward never ended."""
         if self._task is None or current_graph_task_id() != -1:
             return
-        if self._quiet:  # under no_sync, where nothing is sent: as under DDP, what came before the error is kept
+        if self._quiet:
+            # Nothing was sent: as under DDP, what came before the error is kept.
             self._task = None
         else:
             raise GradientError(
@@ -277,11 +295,13 @@ class Reduction:
         elif self._arrived:
             self._flush()
             self._learning = False
-        else:  # torch.autograd.grad
+        else:
+            # No gradient came: it was torch.autograd.grad.
             self._task = None
 
     def _launch_complete(self) -> None:
-        with self._lock:  # the last one stays for the end
+        # The last bucket stays for the end of the backward.
+        with self._lock:
             while self._launched < len(self._buckets) - 1 and not self._buckets[self._launched].waiting:
                 self._launch()
 
@@ -399,7 +419,8 @@ def _accumulates(parameter: nn.Parameter) -> bool:
     """Tell whether this backward adds a gradient; ``torch.autograd.grad`` runs the hooks and adds none."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except RuntimeError:  # "A leaf node was passed to _will_engine_execute_node but we are currently running" it
+    except RuntimeError:
+        # "A leaf node was passed to _will_engine_execute_node but we are currently running" it.
         return False
 
 
@@ -413,7 +434,7 @@ def reduction_of(parameter: Tensor) -> Reduction | None:
 
 def owners_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Any]) -> list[int]:
     """Return the rank that updates each parameter; ``EVERYWHERE`` for those that no optimizer has."""
-    owners: dict[nn.Parameter, int] = {}
+    owners = {}
     for optimizer in optimizers:
         owners.update(optimizer._param_to_rank)
     return [owners.get(parameter, EVERYWHERE) for parameter in parameters]

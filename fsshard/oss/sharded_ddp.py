@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,8 +78,10 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         count_owners(self)
         self.module = module
-        listed = list(sharded_optimizer) if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
-        self._sharded_optimizers = optimizers = _sharded(listed)
+        optimizers = _sharded(
+            sharded_optimizer if isinstance(sharded_optimizer, (list, tuple)) else [sharded_optimizer]
+        )
+        self._sharded_optimizers = optimizers
         self._enable_broadcast_buffers = broadcast_buffers
         self._auto_refresh_trainable = auto_refresh_trainable
         self._warn_on_trainable_params_changed = warn_on_trainable_params_changed
@@ -96,7 +98,8 @@ class ShardedDataParallel(nn.Module):
         self.is_multi_device_module = len(devices) > 1
         self.device_type = kinds[0]
         self._reduction: Reduction | None = None
-        self._checked = False  # that no gradient has a graph of its own; FairScale looks at the first forward
+        # Whether no gradient has a graph of its own; FairScale looks at the first forward.
+        self._checked = False
         self._build()
         for optimizer in optimizers:
             optimizer.attach(self)
@@ -137,8 +140,10 @@ class ShardedDataParallel(nn.Module):
 
     def _now(self) -> tuple[Any, ...]:
         versions = [optimizer._partition_version for optimizer in self._sharded_optimizers]
-        first = next(iter(self._all_params))  # whoever moves or casts a module does it to all of it
-        return versions, [parameter.requires_grad for parameter in self._all_params], first.device, first.dtype
+        # Whoever moves or casts a module does it to all of it: one parameter tells.
+        first = self._all_params[0]
+        trained = [parameter.requires_grad for parameter in self._all_params]
+        return versions, trained, first.device, first.dtype
 
     def _find_params(self) -> Iterator[nn.Parameter]:
         """Yield the module's, and what the optimizers have besides it and no other wrapper reduces."""
@@ -149,10 +154,13 @@ class ShardedDataParallel(nn.Module):
 
     def _build_others(self) -> None:
         """Let other wrappers of these optimizers reduce what is left to them: each its own module's, as under DDP."""
-        mine = set(self.module.parameters())
-        for other in dict.fromkeys(each for optimizer in self._sharded_optimizers for each in optimizer._attached()):
+        own = set(self.module.parameters())
+        others = []
+        for optimizer in self._sharded_optimizers:
+            others += optimizer._attached()
+        for other in dict.fromkeys(others):
             reduction = other._reduction if isinstance(other, ShardedDataParallel) else None
-            if reduction is not None and reduction.is_detached and mine.isdisjoint(other.module.parameters()):
+            if reduction is not None and reduction.is_detached and own.isdisjoint(other.module.parameters()):
                 other._build()
 
     def refresh_trainable(self) -> None:
@@ -182,26 +190,27 @@ class ShardedDataParallel(nn.Module):
             self._before_forward()
         output = self.module(*inputs, **kwargs)
         for tensor in grad_tensors(output) if torch.is_grad_enabled() else ():
-            if tensor.grad_fn is not None:  # hooks on a parameter would stay
+            # Hooks on a parameter, which a model may return, would stay.
+            if tensor.grad_fn is not None:
                 tensor.register_hook(self._backward_starts)
         return output
 
     def _before_forward(self) -> None:
         assert self._reduction is not None
         if self._reduction.is_detached and not (self.training and torch.is_grad_enabled()):
-            return  # it can be called; a backward raises
+            # It can be called; a backward raises.
+            return
         reduction = self._check_attached()
-        if current_graph_task_id() != -1:  # a checkpoint runs it again, in a backward
+        if current_graph_task_id() != -1:
+            # A checkpoint runs it again, in a backward.
             if torch.is_grad_enabled():
                 reduction.begins()
             return
         reduction.check_ended()
         # Not where nothing is to be reduced: one rank alone may freeze the model, or cast it, to look at what it gives.
-        watched = self._auto_refresh_trainable and torch.is_grad_enabled()
-        if watched and self._known != (now := self._now()):
+        if self._auto_refresh_trainable and torch.is_grad_enabled() and self._known != self._now():
             if self._warn_on_trainable_params_changed:
                 log.warning("ShardedDataParallel: trainable parameters, or the optimizer's, have changed")
-            self._known = now
             self.refresh_trainable()
         elif not self._checked and self.training:
             self._checked = True
@@ -226,7 +235,8 @@ class ShardedDataParallel(nn.Module):
         self._check_attached().silenced += 1
         try:
             yield
-        finally:  # FairScale 0.4.13 has none: an error inside would leave accumulation on for good
+        finally:
+            # FairScale 0.4.13 does not do so: an error inside would leave accumulation on for good.
             self._check_attached().silenced -= 1
 
     def reduce(self) -> None:
@@ -289,9 +299,8 @@ class ShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        state["_reduction"], state["_process_group"], state["_sharded_optimizers"] = None, None, []
-        return state
+        # A copy trains nothing; process groups cannot be copied.
+        return {**self.__dict__, "_reduction": None, "_process_group": None, "_sharded_optimizers": []}
 
 
 @functools.cache
@@ -300,43 +309,47 @@ def _keep_out_of_graphs() -> None:
 
     With the first object and not with the class: it imports torch's compiler, which takes seconds.
     """
-    forward: Any = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
+    forward = torch.compiler.disable(ShardedDataParallel.forward, recursive=False)
     ShardedDataParallel.forward = forward  # type: ignore[method-assign]
 
 
-def _sharded(optimizers: list[Any]) -> list[OSS]:
+def _sharded(optimizers: Sequence[Any]) -> list[OSS]:
     """Return each OSS, out of what may be around it."""
     if not optimizers:
         raise MisuseError("sharded_optimizer: expected an OSS, or a list of them, got an empty list")
-    within: list[Any] = [partitioned_within(optimizer) for optimizer in optimizers]
-    for given, found in zip(optimizers, within, strict=True):
-        if not isinstance(found, OSS):
+    within = []
+    for optimizer in optimizers:
+        oss = partitioned_within(optimizer)
+        if not isinstance(oss, OSS):
             raise MisuseError(
-                f"sharded_optimizer: expected fairscale.optim.OSS, got {type(given).__name__}; "
+                f"sharded_optimizer: expected fairscale.optim.OSS, got {type(optimizer).__name__}; "
                 "use torch's DistributedDataParallel with an optimizer that is not sharded"
             )
+        within.append(oss)
     return within
 
 
 def _checked_group(optimizers: list[OSS], group: Any) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group or optimizers[0].group)
-    for theirs in (dist.get_process_group_ranks(optimizer.group) for optimizer in optimizers):
+    chosen = group or optimizers[0].group
+    ranks = dist.get_process_group_ranks(chosen)
+    for optimizer in optimizers:
+        theirs = dist.get_process_group_ranks(optimizer.group)
         if theirs != ranks:
             raise MisuseError(
                 f"process_group has ranks {ranks}, the optimizer's group {theirs}; give OSS(group=) and "
                 "ShardedDataParallel(process_group=) the same one"
             )
-    return group or optimizers[0].group
+    return chosen
 
 
 def _check_agreement(parameters: list[nn.Parameter], owners: list[int], group: dist.ProcessGroup) -> None:
     """Raise on all ranks if they do not have the same parameters. Collective."""
-    facts = [(tuple(p.shape), str(p.dtype), owner) for p, owner in zip(parameters, owners, strict=True)]
-    digest = hashlib.sha256(repr(facts).encode()).digest()
-    found = per_rank(group, (digest, len(facts)))
-    others = [rank for rank, theirs in enumerate(found) if theirs != found[0]]
+    facts = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+    digest = hashlib.sha256(repr([facts, owners]).encode()).digest()
+    digests = per_rank(group, (digest, len(facts)))
+    others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
-        counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(found))
+        counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count) in enumerate(digests))
         raise RankMismatch(
             f"ShardedDataParallel: trainable parameters differ between ranks (number, shape, dtype, owner): {counts}; "
             f"unlike rank 0 are {others}; build and freeze the same on all ranks"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["shard_domain"]
 
-if not TYPE_CHECKING:  # else any name would be there for a type checker
+# For a type checker any name would be there.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name == "shard_domain":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,8 +14,10 @@ from fsshard.parallel.meshes import data_slice, is_flattened_with_parts, role_of
 class DataRank(NamedTuple):
     """A rank's place among those that see other samples."""
 
-    rank: int  # which of the ``size`` parts of every batch it sees, from 0 on
-    size: int  # into how many parts a batch is divided
+    # Which of the ``size`` parts of every batch it sees, from 0 on.
+    rank: int
+    # Into how many parts a batch is divided.
+    size: int
 
 
 def data_rank(mesh: Any = None) -> DataRank:
@@ -40,7 +41,7 @@ def data_rank(mesh: Any = None) -> DataRank:
     if not hasattr(mesh, "get_coordinate") or not getattr(mesh, "ndim", 0):
         raise ConfigurationError(f"data_rank({mesh!r}): expected a DeviceMesh, or None for all ranks")
     chosen = _dimensions(mesh)
-    coordinate: Sequence[int] | None = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigurationError(f"data_rank: rank {dist.get_rank()} is not in {shape_text(mesh)}")
     rank = 0
@@ -61,7 +62,8 @@ def _dimensions(mesh: Any) -> list[int]:
             "same samples; pass the mesh before it was flattened, or a slice of its data dimensions"
         )
     if mesh.ndim == 1 and roles != ["model"]:
-        return [0]  # a slice, whatever its name
+        # A slice, whatever its name.
+        return [0]
     unknown = [name for name in names if role_of(name) is None]
     data = [dim for dim, role in enumerate(roles) if role not in (None, "model")]
     if unknown or not data:

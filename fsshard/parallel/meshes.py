@@ -145,5 +145,6 @@ def _check(mesh: Any, hybrid: bool) -> None:
             f"device_mesh={shape_text(mesh)} is taken as (replicas, shards): every rank sees different samples. If "
             "this is intended, name its dimensions mesh_dim_names=('replicate', 'shard') or pass "
             f"sharding_strategy='HYBRID_SHARD'; if not, pass a 1-D slice such as {data_slice(mesh)}",
-            stacklevel=6,  # of whoever called wrap()
+            # The line of whoever called wrap().
+            stacklevel=6,
         )

@@ -31,20 +31,28 @@ Ranks = tuple[int, ...]
 class Axis:
     """A mesh dimension other than data."""
 
-    name: str  # as the mesh has it
-    group: dist.ProcessGroup = field(compare=False)  # of this rank's ranks along it
-    ranks: Ranks  # global ones
+    # As the mesh has it.
+    name: str
+    # This rank's ranks along it.
+    group: dist.ProcessGroup = field(compare=False)
+    # Global ranks.
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
 class ModelMesh:
     """The mesh dimensions other than data."""
 
-    axes: tuple[Axis, ...]  # those with one rank left out
-    group: dist.ProcessGroup  # all ranks of the training: those of data times those of the axes
-    layouts: Mapping[str, tuple[Layout, ...]]  # parameter's name -> what it is along them, as the caller has said it
-    data_size: int  # how many ranks there are along data
-    divides: bool  # ranks along the axes have different elements of some parameter
+    # Those with one rank are left out.
+    axes: tuple[Axis, ...]
+    # All ranks of the training: those of data times those of the axes.
+    group: dist.ProcessGroup
+    # A parameter's name -> what it is along them, as the caller has said it.
+    layouts: Mapping[str, tuple[Layout, ...]]
+    # How many ranks there are along data.
+    data_size: int
+    # Whether ranks along the axes have different elements of some parameter.
+    divides: bool
 
     def shape(self) -> dict[str, int]:
         """Return the number of ranks of each dimension by its name; data first."""
@@ -93,7 +101,8 @@ def find_model_mesh(
     """
     dtensors = {name: parameter for name, _, _, parameter in dtensor_parameters(table.modules)}
     if not dtensors and replicated is None and sharded is None:
-        return None  # nothing is said, and so nothing is known
+        # Nothing is said, and so nothing is known.
+        return None
     check_dtensors(table)
     data_ranks = tuple(dist.get_process_group_ranks(data))
     axes: dict[Ranks, Axis] = {}
@@ -199,7 +208,7 @@ def _everyone(data: dist.ProcessGroup, axes: Iterable[Axis]) -> dist.ProcessGrou
     key = tuple(sorted(reached))
     if key not in groups:
         # It would be -100 on a rank that is not in it.
-        new_group: Any = dist.new_group(list(key), use_local_synchronization=True)
+        new_group = dist.new_group(list(key), use_local_synchronization=True)
         groups[key] = new_group
     return groups[key]
 
@@ -218,7 +227,8 @@ class _Declared:
     ) -> None:
         self._dtensors = dtensors
         self._modules = table.modules
-        self._tied: dict[str, str] = {}  # a parameter's name -> its first name
+        # A parameter's name -> its first name.
+        self._tied: dict[str, str] = {}
         self._dims: dict[str, int] = {}
         first_names: dict[int, str] = {}
         for slot in table.slots():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,8 +42,8 @@ Sums = Mapping[str, int]
 
 def layouts_by_name(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> dict[str, tuple[Layout, ...]]:
     """Return what each parameter is along other dimensions, by its first name."""
-    layouts: dict[str, tuple[Layout, ...]] = {}
-    seen: set[int] = set()
+    layouts = {}
+    seen = set()
     for slot in slots:
         if id(slot.parameter) in seen:
             continue
@@ -56,7 +57,7 @@ def layouts_by_name(slots: Iterable[ParameterSlot], mesh: ModelMesh) -> dict[str
 
 def _spoken_for(layouts: Sequence[Layout], axis: Axis) -> bool:
     """Return whether somebody has said what a parameter is along an axis."""
-    groups: list[dist.ProcessGroup] = []
+    groups = []
     for layout in layouts:
         groups += [*layout.divides, *layout.shares]
     return _is_among(axis.ranks, groups)
@@ -91,12 +92,12 @@ def check_same_values(slots: Sequence[ParameterSlot], mesh: ModelMesh, data_rank
     _check_real(slots, mesh)
     layouts = layouts_by_name(slots, mesh)
     _check_even(slots, layouts, mesh)
-    sums: dict[str, int] = {}
+    sums = {}
     for slot in slots:
         if slot.name in layouts and slot.name not in sums:
             sums[slot.name] = int(fingerprint(slot.parameter))
     for axis in mesh.axes:
-        compared: dict[str, int] = {}
+        compared = {}
         for name, value in sums.items():
             if not _spoken_for(layouts[name], axis):
                 compared[name] = value
@@ -127,7 +128,7 @@ def _check_even(
     mesh: ModelMesh,
 ) -> None:
     """Raise on every rank where parts that were cut by hand have several shapes."""
-    own: dict[str, tuple[int, ...]] = {}
+    own = {}
     for slot in slots:
         is_split = any(isinstance(layout, HandSplit) for layout in layouts.get(slot.name, ()))
         if is_split:
@@ -167,7 +168,7 @@ def check_same_buffers(buffers: Mapping[str, Tensor], mesh: ModelMesh, data_rank
 
     One of them alone would be saved. Over data rank 0's count.
     """
-    sums: dict[str, int] = {}
+    sums = {}
     for name, buffer in buffers.items():
         if data_rank == 0 and not buffer.is_meta:
             sums[name] = int(fingerprint(buffer))
@@ -209,7 +210,7 @@ def _raise_everywhere(group: dist.ProcessGroup, kind: type[Exception], message: 
 def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | None) -> None:
     """Give all ranks of data rank 0's values; then those that share a parameter the first one's. Collective."""
     if group.size() > 1:
-        stored: dict[int, Tensor] = {}
+        stored = {}
         for module in table.modules.values():
             for parameter in stored_in(module).values():
                 if parameter is not None:
@@ -220,11 +221,12 @@ def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | 
         return
     slots = list(table.slots())
     layouts = layouts_by_name(slots, mesh)
-    parameters: dict[str, Tensor] = {}
-    for slot in slots:
+    parameters = {}
+    for slot in reversed(slots):
+        # The first of several places counts.
         if slot.name in layouts:
-            parameters.setdefault(slot.name, slot.parameter)
-    of_groups: dict[dist.ProcessGroup, list[Tensor]] = {}
+            parameters[slot.name] = slot.parameter
+    of_groups = defaultdict(list)
     for name in sorted(parameters):
         parameter = parameters[name]
         if parameter.is_meta:
@@ -232,7 +234,7 @@ def send_values(table: ModuleTable, group: dist.ProcessGroup, mesh: ModelMesh | 
         for layout in layouts[name]:
             for shared in layout.shares:
                 if shared.size() > 1:
-                    of_groups.setdefault(shared, []).append(parameter)
+                    of_groups[shared].append(parameter)
     for shared, tensors in of_groups.items():
         broadcast_tensors(tensors, shared)
 
@@ -267,7 +269,8 @@ class SameGradients:
             return
         self._tries -= 1
         norms = {entry.name: float(self._norm(entry)) for entry in trained}
-        whole = sum(value**2 for value in norms.values() if math.isfinite(value)) ** 0.5
+        finite = [norm for norm in norms.values() if math.isfinite(norm)]
+        whole = math.hypot(*finite)
         for axis, left in self._left.items():
             own = {name: value for name, value in norms.items() if name in left}
             compared = _norms_of_ranks(axis, own)

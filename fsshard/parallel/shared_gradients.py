@@ -7,7 +7,7 @@ data, once per step, before anybody reads them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from fsshard.complex_params.layouts import Shared
 from fsshard.errors import GradientError
 from fsshard.planning.entries import Entry
 
+Kind = tuple[torch.dtype, torch.device]
 BUCKET_BYTES = 32 * 2**20
 IN_FLIGHT = 2
 """How many sums are under way while the next bucket is filled: copies of their gradients."""
@@ -67,7 +68,8 @@ class SharedGradients:
                     self.parts.append(_Part(entry, layout))
         self._owned = owned
         self._device = device
-        self._summed: set[str] = set()  # names of the parameters whose gradients have their sums
+        # Names of the parameters whose gradients have their sums.
+        self._summed: set[str] = set()
         self._simulated = False
 
     def simulate(self) -> None:
@@ -95,11 +97,11 @@ class SharedGradients:
         """
         names = {entry.name for entry in entries}
         names -= self._summed
-        by_group: dict[dist.ProcessGroup, list[_Part]] = {}
+        by_group = defaultdict(list)
         for part in self.parts:
             entry = part.entry
             if entry.name in names and entry.parameter.requires_grad and self._owned(entry):
-                by_group.setdefault(part.shared.group, []).append(part)
+                by_group[part.shared.group].append(part)
         with torch.no_grad():
             for group, parts in by_group.items():
                 self._sum(group, parts)
@@ -108,9 +110,9 @@ class SharedGradients:
     def _sum(self, group: dist.ProcessGroup, parts: Sequence[_Part]) -> None:
         # A sum is under way while the next bucket is filled, and the device is waited for once, at the end.
         begun: deque[_Sum] = deque()
-        counts: list[Tensor] = []
-        summed: list[_Part] = []
-        for bucket in _buckets(parts, self._value):
+        counts = []
+        summed = []
+        for bucket in self._buckets(parts):
             begun.append(self._begin(group, bucket))
             summed += bucket
             if len(begun) > IN_FLIGHT:
@@ -121,6 +123,20 @@ class SharedGradients:
         if not self._simulated:
             of_all = torch.cat([each.float() for each in counts])
             _check_counts(group, summed, of_all.tolist())
+
+    def _buckets(self, parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+        """Yield parts whose gradients have one dtype and device, some megabytes at a time, alike on all ranks."""
+        by_kind: dict[Kind, list[_Part]] = defaultdict(list)
+        sizes: Counter[Kind] = Counter()
+        for part in parts:
+            tensor = self._value(part)
+            kind = (tensor.dtype, tensor.device)
+            if kind in by_kind and sizes[kind] + tensor.nbytes > BUCKET_BYTES:
+                yield by_kind.pop(kind)
+                sizes[kind] = 0
+            by_kind[kind].append(part)
+            sizes[kind] += tensor.nbytes
+        yield from by_kind.values()
 
     def _value(self, part: _Part) -> Tensor:
         gradient = part.entry.grad()
@@ -143,6 +159,7 @@ class SharedGradients:
         begun.reduction.wait()
         sizes = []
         for part, gradient in begun.with_gradients():
+            # Where it has none, this rank has sent zeros.
             numbers = part.entry.local() if gradient is None else gradient
             sizes.append(numbers.numel())
         sums = begun.flat.split([*sizes, len(begun.parts)])
@@ -170,19 +187,3 @@ def _check_counts(
                 "have a gradient of it, and the others have none: their sum is not what one process would have; let "
                 "every rank use it, multiplied by 0 where it is not needed"
             )
-
-
-def _buckets(parts: Iterable[_Part], value: Callable[[_Part], Tensor]) -> Iterator[list[_Part]]:
-    """Yield parts whose gradients are of one dtype and device, some megabytes at a time, in one order on all ranks."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for part in parts:
-        tensor = value(part)
-        kind = (tensor.dtype, tensor.device)
-        size = sizes.get(kind, 0) + tensor.nbytes
-        if size > BUCKET_BYTES and kind in by_kind:
-            yield by_kind.pop(kind)
-            size = tensor.nbytes
-        by_kind.setdefault(kind, []).append(part)
-        sizes[kind] = size
-    yield from by_kind.values()

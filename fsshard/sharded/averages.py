@@ -22,6 +22,8 @@ from fsshard.sharded.optimizer_checks import OptimizerRequest
 
 KEY = "average"
 """The state of a parameter under which checkpoints have its average."""
+COUNTS = {"calls": 0, "updates": 0}
+"""Of the group of all parameters, before the first call."""
 
 
 class EMA:
@@ -71,14 +73,19 @@ class EMA:
             raise ConfigurationError(f"fsshard.EMA: decay={decay!r}: expected a number from 0 to 1, or a function")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigurationError(f"fsshard.EMA: every={every!r}: expected a number of calls, 1 or more")
-        self.model, self.decay, self.every = model, decay, every
-        self._kept: list[tuple[Entry, Tensor]] | None = None  # the model's own weights, while the average is in place
+        self.model = model
+        self.decay = decay
+        self.every = every
+        # The model's own weights, while the average is in place.
+        self._kept: list[tuple[Entry, Tensor]] | None = None
         entries = model.backend.all
+        state_device = None if device is None else torch.device(device)
         # For state dicts and checkpoints an average is the state of an optimizer that never steps.
-        inner = Averages([entry.parameter for entry in entries], None if device is None else torch.device(device))
+        inner = Averages([entry.parameter for entry in entries], state_device)
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in entries}
-        groups = [{"params": list(parameters), **{key: inner.param_groups[0][key] for key in ("calls", "updates")}}]
-        self.held = ShardedOptimizer(model, inner, OptimizerRequest(Averages, groups, {}, parameters))
+        groups = [{"params": list(parameters), **COUNTS}]
+        request = OptimizerRequest(Averages, groups, {}, parameters)
+        self.held = ShardedOptimizer(model, inner, request)
 
     @property
     def updates(self) -> int:
@@ -98,11 +105,14 @@ class EMA:
         counts["calls"] += 1
         if counts["calls"] % self.every:
             return
-        backend, averages, weights = self.model.backend, [], []
+        backend = self.model.backend
+        averages = []
+        weights = []
         for entry in backend.all:
             if not owned(backend, entry):
                 continue
-            local, average = entry.local(), self._average(entry)
+            local = entry.local()
+            average = self._average(entry)
             if average is None:
                 self._check_owned(entry)
                 first = local.to(state_device(self.held.inner, entry), copy=True)
@@ -111,10 +121,13 @@ class EMA:
                 averages.append(numbers(entry, average))
                 weights.append(numbers(entry, local).to(average.device))
             else:
+                # As AveragedModel treats integers.
                 average.copy_(local)
+        updates = counts["updates"]
         if averages:
-            decay = self.decay(counts["updates"]) if callable(self.decay) else self.decay
-            get_ema_multi_avg_fn(decay)(averages, weights, counts["updates"])
+            decay = self.decay(updates) if callable(self.decay) else self.decay
+            update = get_ema_multi_avg_fn(decay)
+            update(averages, weights, updates)
         counts["updates"] += 1
 
     def _average(self, entry: Entry) -> Tensor | None:
@@ -140,12 +153,16 @@ class EMA:
         self.check_alike()
         backend = self.model.backend
         backend.reshard()
-        kept = self._kept = [(entry, entry.local().clone()) for entry in backend.all if self.updates]
+        kept = []
+        if self.updates:
+            kept = [(entry, entry.local().clone()) for entry in backend.all]
+        self._kept = kept
         try:
             with torch.no_grad(), taking_part(backend.settings.group, "EMA.swapped()"):
-                parts = ((entry, self._sent(entry)) for entry, _ in kept)
-                by_owner = backend.facts.divides == "owners"
-                averages = gather_owned(backend, parts) if by_owner else (part for _, part in parts)
+                averages: Iterator[Tensor] = (self._sent(entry) for entry, _ in kept)
+                if backend.facts.divides == "owners":
+                    # Every rank has whole weights, and the average of those that it owns.
+                    averages = gather_owned(backend, ((entry, self._sent(entry)) for entry, _ in kept))
                 for (entry, _), average in zip(kept, averages, strict=True):
                     entry.local().copy_(average)
             yield self.model
@@ -168,14 +185,16 @@ class EMA:
         """
         group = self.model.backend.settings.group
         with taking_part(group, "EMA's look at the ranks' updates"):
-            found = [tuple(counts) for counts in exchange(channel or group, self._counted)]
-        if len(set(found)) > 1:
-            told = ", ".join(f"rank {rank} {updates} of {calls} calls" for rank, (calls, updates) in enumerate(found))
-            raise RankMismatch(f"EMA: the ranks have made different updates: {told}; call update() on every rank")
+            counts_of_ranks = exchange(channel or group, self._counted)
+        texts = [f"{updates} of {calls} calls" for calls, updates in counts_of_ranks]
+        if len(set(texts)) > 1:
+            listed = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(texts))
+            raise RankMismatch(f"EMA: the ranks have made different updates: {listed}; call update() on every rank")
 
     def _counted(self) -> tuple[int, int]:
-        for entry in self.model.backend.all if self.updates else ():
-            if owned(self.model.backend, entry) and self._average(entry) is None:
+        backend = self.model.backend
+        for entry in backend.all:
+            if owned(backend, entry) and self._average(entry) is None:
                 self._check_owned(entry)
         counts = self.held.param_groups[0]
         return counts["calls"], counts["updates"]
@@ -191,7 +210,8 @@ class EMA:
 
     def _sent(self, entry: Entry) -> Tensor:
         """Return the average where the weights are; room for it where another rank has it."""
-        average, local = self._average(entry), entry.local()
+        average = self._average(entry)
+        local = entry.local()
         return torch.empty_like(local) if average is None else average.to(local.device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,12 +232,14 @@ class EMA:
             StateDictError: other parameters or shapes, or the state of something else.
         """
         self.held.check_state_dict(state_dict)
-        states, saved = state_dict["state"], state_dict["param_groups"][0]
-        strange = sorted({key for state in states.values() for key in state} - {KEY})
-        missing = [key for key in ("calls", "updates") if key not in saved]
-        missing += [f"{KEY} of {name}" for name in saved["params"] if saved.get("updates") and name not in states]
-        if missing or strange:
-            raise StateDictError("EMA: the average", missing, strange)
+        states = state_dict["state"]
+        saved = state_dict["param_groups"][0]
+        unexpected = set[str]().union(*states.values()) - {KEY}
+        missing = [key for key in COUNTS if key not in saved]
+        if saved.get("updates"):
+            missing += [f"{KEY} of {name}" for name in saved["params"] if name not in states]
+        if missing or unexpected:
+            raise StateDictError("EMA: the average", missing, unexpected)
         self.held.load_state_dict(state_dict)
 
 
@@ -225,11 +247,13 @@ class Averages(Optimizer):
     """Holds averages as an optimizer's state; nothing steps it."""
 
     def __init__(self, parameters: list[Tensor], device: torch.device | None) -> None:
-        super().__init__([{"params": parameters, "calls": 0, "updates": 0}], {})
+        super().__init__([{"params": parameters, **COUNTS}], {})
         self._fsshard_state_device = device
 
 
 def numbers(entry: Entry, local: Tensor) -> Tensor:
     """Return this rank's part of a parameter, or of its average, as the user's numbers: in the same memory."""
+    if not entry.kind.is_complex:
+        return local
     # As pairs of reals a complex number is averaged with other roundings, by 3e-8 to 1.2e-7.
-    return torch.view_as_complex(local.view(-1, 2)) if entry.kind.is_complex else local
+    return torch.view_as_complex(local.view(-1, 2))

@@ -21,7 +21,9 @@ from fsshard.errors import ModelError
 from fsshard.state_objects import is_composite
 from fsshard.torch_private.tensors import foreach_copy_
 
-_Layout = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
+_Place = tuple[str, str]
+"""The name of a module, and of a buffer in it."""
+_Layout = dict[_Place, tuple[torch.Size, torch.dtype]]
 
 
 class ModelBuffers:
@@ -29,19 +31,26 @@ class ModelBuffers:
 
     def __init__(self, backend: Backend, broadcast: bool, dtypes: Mapping[str, torch.dtype]) -> None:
         self._module = backend.module
-        # None where there is nobody to send to.
-        group = backend.settings.group
-        self._group = None if group is None or group.size() == 1 else group
+        self._group = backend.settings.group
+        if self._group is not None and self._group.size() == 1:
+            # There is nobody to send to.
+            self._group = None
         self._device = backend.settings.device
         self.broadcast = broadcast
-        # The rank of the group whose buffers count, and whose will once they were sent: not 0 where it has no batches.
-        self.source = self.next_source = 0
+        # The rank of the group whose buffers count: not 0 where rank 0 has no batches left.
+        self.source = 0
+        # The rank whose buffers will count once they were sent.
+        self.next_source = 0
         self._parts = _modules_of(self._module)
-        self._changed = False  # modules have come or gone since it was wrapped
-        self.dtypes = dict(dtypes)  # the user's, by name, of those that mixed precision holds in another one
-        self.differ = False  # a forward in training may have made the ranks' differ since they were last sent
+        # Whether modules have come or gone since it was wrapped.
+        self._changed = False
+        # The user's dtypes, by name, of buffers that mixed precision holds in another one.
+        self.dtypes = dict(dtypes)
+        # Whether a forward in training may have made the ranks' differ since they were last sent.
+        self.differ = False
         self._simulated = False
-        self._layout = _layout_of(self._now())  # of rank 0's, as every rank knows it; ``wrap`` has compared them
+        # Of rank 0's buffers, as every rank knows it; ``wrap`` has compared them.
+        self._layout = _layout_of(self._now())
 
     def look_again(self) -> None:
         """Find the modules again, since some without trainable parameters may have come or gone."""
@@ -49,11 +58,11 @@ class ModelBuffers:
         self._changed |= parts != self._parts
         self._parts = parts
 
-    def _now(self) -> dict[tuple[str, str], Tensor]:
+    def _now(self) -> dict[_Place, Tensor]:
         """Return the distinct buffers of the model's modules as they are now, by module and name, without a walk."""
         # Of a buffer in several places the last one counts, where the first one stands.
         # By identity, since a tensor's hash is a call of a Python function.
-        distinct: dict[int, tuple[tuple[str, str], Tensor]] = {}
+        distinct = {}
         for part, module in self._parts.items():
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -67,7 +76,8 @@ class ModelBuffers:
     def sync(self, *, then_differ: bool = False) -> None:
         """Send rank 0's buffers to all where a training forward may have made them differ, as DDP does. Collective."""
         if self.differ and self.broadcast and self._group is not None:
-            if not then_differ:  # before evaluations and state dicts; in training, forwards that are looked at do so
+            if not then_differ:
+                # Before evaluations and state dicts; in training, forwards that are looked at do so.
                 self.look_again()
             self.send()
         self.source = self.next_source
@@ -84,30 +94,36 @@ class ModelBuffers:
             return
         with torch.no_grad():
             while not self._send_layout(group):
-                pass  # rank 0 has said what it has by now
+                # All know by now which buffers rank 0 has.
+                pass
 
     def _send_layout(self, group: dist.ProcessGroup) -> bool:
         """Send what the ranks know of; return False where rank 0 had other buffers, which all know now. Collective."""
         buffers = self._now()
         is_first = group.rank() == self.source
         layout = _layout_of(buffers)
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
         # The first byte says whether rank 0 has other buffers than the ranks know of. Then the rest means nothing, and
         # none of it may be written into anybody's buffers.
         changed = is_first and layout != self._layout
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in self._layout.values()]
-        message = torch.full((1 + sum(sizes),), changed, dtype=torch.uint8, device=self._device)
+        length = 1 + sum(sizes)
+        message = torch.full((length,), changed, dtype=torch.uint8, device=self._device)
+        contents = message[1:]
         if is_first and not changed and sizes:
-            torch.cat([_bytes_of(buffers[place]) for place in self._layout], out=message[1:])
+            parts = [_bytes_of(buffers[place]) for place in self._layout]
+            torch.cat(parts, out=contents)
         dist.broadcast(message, group=group, group_src=self.source)
         if not is_first and not self._simulated:
             changed = bool(message[0])
         if changed:
-            self._layout = per_rank(group, layout)[self.source]
+            layouts = per_rank(group, layout)
+            self._layout = layouts[self.source]
             return False
         if not is_first:
-            own: list[Tensor] = []
-            sent: list[Tensor] = []
-            for (place, kind), part in zip(self._layout.items(), message[1:].split(sizes), strict=True):
+            own = []
+            sent = []
+            received = contents.split(sizes)
+            for (place, kind), part in zip(self._layout.items(), received, strict=True):
                 if layout.get(place) == kind:
                     own.append(buffers[place])
                     sent.append(part)
@@ -122,9 +138,9 @@ class ModelBuffers:
         """Return a copy of a buffer, or an extra state itself, as a state dict has it under ``key``."""
         if not isinstance(value, Tensor):
             return value
-        device = "cpu" if offload_to_cpu else value.device
         if is_composite(value):
             return copied(value)
+        device = "cpu" if offload_to_cpu else value.device
         copy = value.detach().to(device, copy=True)
         return copy.to(self.dtypes.get(key, copy.dtype))
 
@@ -133,26 +149,29 @@ def _modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return {public_name(name): module for name, module in model.named_modules()}
 
 
-def _layout_of(buffers: Mapping[tuple[str, str], Tensor]) -> _Layout:
+def _layout_of(buffers: Mapping[_Place, Tensor]) -> _Layout:
     return {place: (buffer.shape, buffer.dtype) for place, buffer in buffers.items()}
 
 
 def _bytes_of(buffer: Tensor) -> Tensor:
     # ``.data`` has a version counter of its own. Raised by what is sent, the buffer's would make the backward of an
     # earlier forward fail: "modified by an inplace operation" (pytorch 22095). torch 2.13's DDP leaves it alone, too.
-    return buffer.data.contiguous().view(-1).view(torch.uint8)
+    flat = buffer.data.contiguous().view(-1)
+    return flat.view(torch.uint8)
 
 
 def _write(buffers: list[Tensor], parts: list[Tensor]) -> None:
     """Copy the bytes that rank 0 has sent to where the buffers are."""
-    dense: list[Tensor] = []
-    sent: list[Tensor] = []
+    dense = []
+    sent = []
     for buffer, part in zip(buffers, parts, strict=True):
         if buffer.is_contiguous():
             dense.append(_bytes_of(buffer))
             sent.append(part)
         else:
-            buffer.data.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+            # A part of the message need not begin where the dtype may; its copy does.
+            values = part.clone().view(buffer.dtype)
+            buffer.data.copy_(values.view(buffer.shape))
     if dense:
         foreach_copy_(dense, sent)
 
@@ -168,28 +187,30 @@ def check_same_parameters(backend: Backend) -> None:
     Raises:
         ModelError: names what was added, replaced or removed.
     """
-    added: list[str] = []
-    replaced: list[str] = []
-    removed: list[str] = []
+    changes: dict[str, list[str]] = {"added": [], "replaced": [], "removed": []}
     modules = set(backend.module.modules())
-    wrapped: set[tuple[nn.Module, str]] = set()
+    wrapped = set()
     for entry in backend.all:
         for slot in entry.slots:
             wrapped.add((slot.owner, slot.stored))
             parameter = stored_in(slot.owner).get(slot.stored)
             if parameter is not entry.parameter and not backend.shows(entry, parameter):
-                replaced.append(slot.name)
+                changes["replaced"].append(slot.name)
             if slot.owner not in modules:
-                removed.append(slot.name)
+                changes["removed"].append(slot.name)
+    ignored = backend.settings.ignored
     for slot in parameter_slots(backend.module):
-        is_new = isinstance(slot.parameter, nn.Parameter) and (slot.owner, slot.stored) not in wrapped
-        if is_new and slot.parameter.requires_grad and slot.parameter not in backend.settings.ignored:
-            added.append(slot.name)
-    texts: list[str] = []
-    for change, names in (("added", added), ("replaced", replaced), ("removed", removed)):
+        parameter = slot.parameter
+        if (slot.owner, slot.stored) in wrapped or not isinstance(parameter, nn.Parameter):
+            continue
+        if parameter.requires_grad and parameter not in ignored:
+            changes["added"].append(slot.name)
+    texts = []
+    for change, names in changes.items():
+        if not names:
+            continue
         more = ", ..." if len(names) > 5 else ""
-        if names:
-            texts.append(f"{change}: {', '.join(names[:5])}{more}")
+        texts.append(f"{change}: {', '.join(names[:5])}{more}")
     if texts:
         raise ModelError(
             "parameters were added, replaced or removed after fsshard.wrap, which the engine does not see "

@@ -77,11 +77,15 @@ class ModelController:
         self.leaf_loops = LeafLoops(weakref.proxy(self))
         # Names of what has memory and no values yet, of a model from the meta device.
         self._unfilled: set[str] = set() if settings.source is None else settings.source.unfilled
-        self._engine_silence = contextlib.ExitStack()  # the engine's no_sync, while any is open
-        self._without_grad_sync = contextlib.ExitStack()  # a no_sync, while require_backward_grad_sync is False
-        self._synchronises = True  # require_backward_grad_sync
+        # The engine's no_sync, while any is open.
+        self._engine_silence = contextlib.ExitStack()
+        # A no_sync, while require_backward_grad_sync is False.
+        self._without_grad_sync = contextlib.ExitStack()
+        # What require_backward_grad_sync was set to.
+        self._synchronises = True
         self._looks = LooksAtForwards()
-        self._weighed: dict[int, Any] = {}  # hooks on what autograd adds gradients to, by identity
+        # Hooks on what autograd adds gradients to, by identity.
+        self._weighed: dict[int, Any] = {}
         self._same_inputs = SameInputs(backend)
         self._views = ParameterViews(backend)
         shared = SharedGradients(backend.all, partial(owned, backend), settings.device)
@@ -103,8 +107,10 @@ class ModelController:
             self.check_filled()
         backend = self.backend
         training = backend.module.training
-        divided, group = backend.facts.divides == "elements", backend.settings.group
-        if training or torch.is_grad_enabled() or divided:  # DDP's second one is collective
+        divided = backend.facts.divides == "elements"
+        group = backend.settings.group
+        if training or torch.is_grad_enabled() or divided:
+            # Without gradients, too: DDP's second forward is collective.
             check_not_inherited(group, "the forward of a wrapped model")
         try:
             # All ranks run as many forwards with gradients, and compare in the same ones. A count that is behind stays
@@ -116,9 +122,11 @@ class ModelController:
             backend.before_forward(training=training)
             self.buffers.sync(then_differ=training or self.buffers.are_trained())
             if backend.engine.training != training:
-                backend.engine.training = training  # some frameworks set the mode of the inner module only
+                # Some frameworks set the mode of the inner module only.
+                backend.engine.training = training
             since = forward_begins()
-            if looked_at and self._refuses_derivatives():
+            # What users compile would be compiled twice for the guard.
+            if looked_at and backend.facts.has_dtensors and backend.settings.compilation is None:
                 with DerivativesGuard():
                     output = self._run(args, kwargs)
             else:
@@ -157,10 +165,6 @@ class ModelController:
         self.step.stage = stage
         return output
 
-    def _refuses_derivatives(self) -> bool:
-        """Return whether a forward that is looked at is guarded; what users compile would be compiled twice for it."""
-        return self.backend.facts.has_dtensors and self.backend.settings.compilation is None
-
     @property
     def runs_user_code(self) -> bool:
         """Return whether the user's code sees whole weights: in a forward, its recomputation, full_parameters()."""
@@ -192,12 +196,15 @@ class ModelController:
         def backward_starts(_: Tensor) -> None:
             nonlocal started
             task = current_graph_task_id()
-            if task == started:  # by another output, or by what this one is a view of
+            if task == started:
+                # Another output has said so, or what this one is a view of.
                 return
             started = task
-            if not self.backend.accumulates():  # a penalty's inner derivative: nothing to reduce
+            if not self.backend.accumulates():
+                # A penalty's inner derivative: there is nothing to reduce.
                 self.backend.derivative_starts()
-                if torch.is_grad_enabled():  # the backward of a loss of derivatives alone does not come through here
+                if torch.is_grad_enabled():
+                    # The backward of a loss of derivatives alone does not come through here.
                     self.step.note_gradients(self.backend.entries, are_local=self.step.is_silent)
                 return
             self.step.begin_backward(backward_starts, was_silent=was_silent)
@@ -211,7 +218,8 @@ class ModelController:
             outputs += hidden_tensors(output, since)
         for tensor in outputs + bases(outputs, since):
             tensor.register_hook(backward_starts)
-        self.step.await_backward(backward_starts)  # until it has run, or goes with the graph
+        # Until it has run, or goes with the graph.
+        self.step.await_backward(backward_starts)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -255,7 +263,8 @@ class ModelController:
             weight = self.backend.rank_weight
             if weight is None:
                 return None
-            if weight == 0:  # not a product: NaN of a batch that does not count must reach nobody
+            if weight == 0:
+                # Not a product: NaN of a batch that does not count must reach nobody.
                 return torch.zeros_like(gradient)
             return gradient * weight
 
@@ -346,5 +355,5 @@ class ModelController:
     @functools.cached_property
     def _entry_of(self) -> dict[str | int, Entry]:
         """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
-        names: dict[str | int, Entry] = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
+        names = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
         return {id(entry.parameter): entry for entry in self.backend.all} | names

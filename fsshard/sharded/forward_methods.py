@@ -47,7 +47,9 @@ class ForwardMethod:
 
     def __init__(self, owner: Any, own: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)
-        self._owner, self._own = weakref.ref(owner), own  # what ``fsshard.wrap`` returned is not kept alive
+        # What ``fsshard.wrap`` returned is not kept alive.
+        self._owner = weakref.ref(owner)
+        self._own = own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
@@ -61,7 +63,8 @@ class ForwardMethod:
             members.update(before)
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            restore()  # the method may call the forward, as generate() of transformers does
+            # The method may call the forward, as generate() of transformers does.
+            restore()
             return self._own(*args, **kwargs)
 
         members["forward"] = _in_place_of(before.get("forward"), once)
@@ -72,12 +75,14 @@ class ForwardMethod:
 
     def __reduce__(self) -> Any:
         own: Any = self._own
-        return getattr, (own.__self__, own.__name__)  # a copy of the model has its own method
+        # A copy of the model has its own method.
+        return getattr, (own.__self__, own.__name__)
 
 
 def _in_place_of(forward: Any, once: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``once``, within what wrap() has put around the model's own forward: casts of its parameters."""
-    forward = getattr(forward, "original", forward)  # of a root that is computed again in the backward
+    # The forward of a root that is computed again in the backward.
+    forward = getattr(forward, "original", forward)
     if isinstance(forward, functools.partial) and forward.args:
         inner = _in_place_of(forward.args[0], once)
         return functools.partial(forward.func, inner, *forward.args[1:], **forward.keywords)

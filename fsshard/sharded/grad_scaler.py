@@ -94,7 +94,8 @@ class GradScaler(torch.amp.GradScaler):
         for found in unscale(self._sharded(optimizer).local_gradients(), inv_scale).values():
             torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
         scale = scale_of(self)
-        if self._group is None or self._group.size() == 1 or scale is None:  # torch's unscale_ has made one
+        if self._group is None or self._group.size() == 1 or scale is None:
+            # There is no scale yet where nothing was scaled; torch's unscale_ has made one.
             return {found_inf.device: found_inf}
         # One exchange: found_inf, and whether all ranks have scaled alike.
         shared = torch.cat([found_inf.reshape(1), scale.reshape(1), -scale.reshape(1)])

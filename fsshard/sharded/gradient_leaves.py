@@ -37,7 +37,7 @@ class LeafLoops:
     def run(self, leaves: int, seed: int | None) -> Iterator[int]:
         """Yield this rank's leaves of one step, and leave the mean of all ranks' gradients. Collective."""
         controller = self._controller
-        backend: Backend = controller.backend
+        backend = controller.backend
         call = f"model.leaves({leaves})"
         controller.step.check_complete(call)
         seed = _agreed(backend, leaves, seed, call)
@@ -45,9 +45,12 @@ class LeafLoops:
             gradient = entry.grad()
             if gradient is not None and bool(gradient.any()):
                 raise OptimizerError(f"{call}: there are gradients already; call optimizer.zero_grad() before the loop")
+        device = backend.settings.device
+        # Those of the CPU are put back in any case.
+        devices = [device] if device.type == "cuda" else []
         with (
             controller.step.leaves(call),
-            _restored_random(backend.settings.device),
+            torch.random.fork_rng(devices),
             self._unchanged_buffers(backend, call),
         ):
             yield from self._rounds(leaves, seed)
@@ -55,22 +58,21 @@ class LeafLoops:
     def _rounds(self, leaves: int, seed: int) -> Iterator[int]:
         """Yield this rank's leaves, and add up the gradients of each round of two per rank."""
         controller = self._controller
-        backend: Backend = controller.backend
+        backend = controller.backend
         ranks = backend.settings.world_size
         own = leaves // ranks
         # A rank has two neighbouring leaves of each round, whose sum has one order; of an odd number it has one.
-        pair = 2
-        if own % 2:
-            pair = 1
+        pair = 1 if own % 2 else 2
         sums = _PartialSums(backend)
         for begin in range(0, leaves, pair * ranks):
             if begin:
                 sums.set_aside()
-            last = begin + pair * (backend.settings.rank + 1) - 1
-            if pair == 2:
-                _seed_leaf(seed, last - 1)
+            first = begin + pair * backend.settings.rank
+            last = first + pair - 1
+            if first < last:
+                _seed_leaf(seed, first)
                 with controller.no_sync():
-                    yield last - 1
+                    yield first
             _seed_leaf(seed, last)
             yield last
             controller.finish_backward(backend.all)
@@ -110,12 +112,13 @@ class _PartialSums:
     def set_aside(self) -> None:
         """Take the gradients of a round out of ``grad``, which is zero after it."""
         rounds = 1
-        total: list[Tensor | None] = []
+        total = []
         for entry in self._entries:
             gradient = entry.grad()
             total.append(None if gradient is None else gradient.clone())
         # Zeros, not None: a parameter that no later leaf reaches keeps what it has.
         self._backend.zero_grad(self._entries, set_to_none=False)
+        # Two sums over as many rounds make one over twice as many, the earlier on the left.
         while self._kept and self._kept[-1][0] == rounds:
             _, earlier = self._kept.pop()
             total = [_added(one, other) for one, other in zip(earlier, total, strict=True)]
@@ -170,10 +173,10 @@ def _agreed(backend: Backend, leaves: int, seed: int | None, call: str) -> int:
         seed = int(torch.randint(2**62, ()))
     if group is None or group.size() == 1:
         return seed
-    told = torch.tensor([leaves, seed], dtype=torch.int64, device=backend.settings.device)
-    answers = told.new_empty(group.size() * 2)
+    own = torch.tensor([leaves, seed], dtype=torch.int64, device=backend.settings.device)
+    answers = own.new_empty(group.size() * 2)
     with taking_part(group, call):
-        dist.all_gather_single(answers, told, group=group)
+        dist.all_gather_single(answers, own, group=group)
     counts = answers.view(-1, 2)[:, 0].tolist()
     if len(set(counts)) > 1:
         listed = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
@@ -185,14 +188,6 @@ def _seed_leaf(seed: int, leaf: int) -> None:
     """Let random numbers from now on be those of a leaf, on whatever rank it is."""
     digest = hashlib.sha256(f"{seed} {leaf}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-@contextlib.contextmanager
-def _restored_random(device: torch.device) -> Iterator[None]:
-    """Put torch's random generators back behind it."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
 
 
 def leaf_samples(length: int, size: int, *, leaves: int, step: int, leaf: int, seed: int | None = 0) -> list[int]:
@@ -223,5 +218,4 @@ def leaf_samples(length: int, size: int, *, leaves: int, step: int, leaf: int, s
         return list(range(begin, begin + size))
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(length, generator=generator)
-    indices: list[int] = order[begin : begin + size].tolist()
-    return indices
+    return order[begin : begin + size].tolist()

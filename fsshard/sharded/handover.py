@@ -26,7 +26,8 @@ class HandedOver:
 
     optimizer: Any
     scheduler: Any
-    _requests: list[OptimizerRequest] = field(default_factory=list)  # made by check(), as the model is bare then
+    # Made by check(), when the model is bare.
+    _requests: list[OptimizerRequest] = field(default_factory=list)
 
     def check(self, slots: Sequence[ParameterSlot], ignored: Ignored) -> None:
         """Raise for what cannot be rebuilt over a model with these parameters. Local.
@@ -126,7 +127,8 @@ def point_at(schedulers: Iterable[object], replaced: Sequence[tuple[Optimizer, O
         for members, key in list(_places(scheduler, set())):
             driven = members[key]
             for old, new in replaced:
-                if old is driven:  # of none: the user has pointed it elsewhere
+                # A scheduler of no old optimizer is one that the user has pointed elsewhere.
+                if old is driven:
                     members[key] = new
 
 

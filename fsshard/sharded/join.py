@@ -41,7 +41,8 @@ class Joined:
         self.active = True
         self._open = False
         self._loops = False
-        self._kept: list[dict[str, torch.Tensor]] = []  # the models' buffers when this rank's batches had ended
+        # The models' buffers when this rank's batches had ended.
+        self._kept: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> Joined:
         """Let loops begin."""
@@ -83,10 +84,11 @@ class Joined:
                 model._fsshard.buffers.next_source = 0
 
     def _until_all_end(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        self._send_buffers()  # an earlier loop may have been left in its middle
+        # An earlier loop may have been left in its middle.
+        self._send_buffers()
         last: list[Batch] = []
         while True:
-            batch: list[Batch] = []
+            batch = []
             if self.active:
                 batch = list(itertools.islice(batches, 1))
                 if not batch:
@@ -106,7 +108,8 @@ class Joined:
                 )
             self.ranks = len(going_on)
             self._weigh()
-            for model in self._models:  # the last round's buffers are sent first, by the rank that counted in it
+            # The last round's buffers are sent before that, by the rank that counted in it.
+            for model in self._models:
                 model._fsshard.buffers.next_source = going_on[0]
             yield batch[0] if self.active else _copy_containers(last[0])
             self._put_back_buffers()
@@ -132,7 +135,7 @@ class Joined:
     def _weigh(self) -> None:
         """Let the mean over all ranks, which engines compute, be the mean over those that go on."""
         size = 1 if self._group is None else self._group.size()
-        weight: float | None = None
+        weight = None
         if self.ranks != size:
             weight = size / self.ranks if self.active else 0.0
         for model in self._models:
@@ -162,7 +165,8 @@ def _own_buffers(model: ShardedModule) -> dict[str, torch.Tensor]:
 
 def _copy_containers(batch: Any) -> Any:
     """Return a batch in new dicts, lists and tuples, at any depth, with the same tensors and other objects."""
-    if isinstance(batch, dict | UserDict):  # a UserDict: what tokenizers of transformers return
+    # Tokenizers of transformers return a UserDict.
+    if isinstance(batch, dict | UserDict):
         copied = copy(batch)
         copied.update({key: _copy_containers(value) for key, value in batch.items()})
         return copied
@@ -191,7 +195,7 @@ def join(models: ShardedModule | Iterable[ShardedModule] | Mapping[str, ShardedM
         ConfigurationError: something else than wrapped models, or models of different ranks.
     """
     members = wrapped_models(models, "fsshard.join")
-    ranks_of_models: set[tuple[int, ...]] = set()
+    ranks_of_models = set()
     for model in members:
         group = model.backend.settings.group
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))

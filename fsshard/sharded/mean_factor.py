@@ -31,9 +31,12 @@ class _Row(NamedTuple):
     """What one rank tells the others, each number as a float64."""
 
     failed: float = 1.0
-    data_rank: float = 0.0  # ranks that see the same samples have the same one
-    active: float = 0.0  # 0 for a batch that fsshard.join repeats
-    leaves: float = 0.0  # of the step; 0 without model.leaves
+    # Ranks that see the same samples have the same one.
+    data_rank: float = 0.0
+    # 0 for a batch that fsshard.join repeats.
+    active: float = 0.0
+    # The leaves of the step; 0 without model.leaves.
+    leaves: float = 0.0
     tokens: float = 0.0
 
 
@@ -120,7 +123,8 @@ def _by_data_rank(rows: Sequence[_Row]) -> list[_Row]:
     Raises:
         RankMismatch: these have counted differently, or a rank asks for other leaves.
     """
-    first_of: dict[float, int] = {}  # data rank -> the first rank of it
+    # A data rank -> the first rank of it.
+    first_of: dict[float, int] = {}
     for rank, row in enumerate(rows):
         if row.leaves != rows[0].leaves:
             raise RankMismatch(

@@ -58,10 +58,12 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.module = backend.module
         share_non_persistent_buffers(self, backend.module)
-        self.__class__ = _class_with(tuple(name for name in CONTAINERS if hasattr(type(backend.module), name)))
+        containers = [name for name in CONTAINERS if hasattr(type(backend.module), name)]
+        self.__class__ = _class_with(tuple(containers))
         self.__dict__["backend"] = backend
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
-        self.__dict__["_fsshard"] = controller  # from here on a write of a name is a write to the user's model
+        # From here on a write of a name is a write to the user's model.
+        self.__dict__["_fsshard"] = controller
         if any(counts_all_ranks(backend, entry) for entry in backend.all):
             count_all_ranks(controller)
         for entry in backend.all:
@@ -119,7 +121,8 @@ class ShardedModule(nn.Module):
                 # Functions of FSDP1 look for their units in a module's children, and not in those of a module that is
                 # marked so (torch 2.13). get_optimizer_state_dict would put together what is whole already.
                 return {"replicate": None}
-            if name.startswith("_ddp_"):  # the first thing that torch's DDP looks for
+            if name.startswith("_ddp_"):
+                # The first thing that torch's DDP looks for.
                 raise ModelError(
                     "DistributedDataParallel(model): expected a bare model, got what fsshard.wrap returned, which "
                     "trains on all ranks already; call it as it is, with backend='ddp' for DDP"
@@ -138,11 +141,13 @@ class ShardedModule(nn.Module):
             )
         is_torchs = name in self.__dict__ or hasattr(nn.Module, name)
         if is_built and not is_torchs and hasattr(self.module, name):
-            setattr(self.module, name, value)  # a write must reach what a read would give
+            # A write must reach what a read would give.
+            setattr(self.module, name, value)
             return
         if is_built and isinstance(value, (nn.Parameter, nn.Buffer, nn.Module)):
             _check_trains_nothing(name, value)
-            setattr(self.module, name, value)  # on the wrapper it would be in no list and no state dict
+            # On the wrapper it would be in no list and no state dict.
+            setattr(self.module, name, value)
             return
         super().__setattr__(name, value)
 
@@ -363,12 +368,14 @@ class ShardedModule(nn.Module):
         Each can be handed to :func:`~fsshard.build_optimizer`; a plain torch optimizer over complex ones raises.
         """
         if self.backend.facts.has_dtensors:
-            self.backend.reshard()  # who writes to them shall be seen by the next forward
+            # What is written to them must be seen by the next forward.
+            self.backend.reshard()
         for entry in self.backend.all:
             names = [entry.name] if remove_duplicate else [slot.name for slot in entry.slots]
             shown = self._fsshard.shown(entry)
             for name in names:
-                if recurse or "." not in name:  # else only those of the root module itself
+                # Without recurse only those of the root module itself.
+                if recurse or "." not in name:
                     yield f"{prefix}.{name}" if prefix else name, shown
         for name, parameter in self.backend.settings.ignored.parameters.items():
             if recurse or "." not in name:
@@ -391,8 +398,9 @@ class ShardedModule(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of the user's model under their original names."""
         with self.backend.bare() as module:
-            found = list(module.named_buffers(prefix, recurse, remove_duplicate))
-        yield from ((public_name(name), buffer) for name, buffer in found)
+            buffers = list(module.named_buffers(prefix, recurse, remove_duplicate))
+        for name, buffer in buffers:
+            yield public_name(name), buffer
 
     @contextlib.contextmanager
     def full_parameters(self, writeback: bool = False) -> Iterator[dict[str, Tensor]]:
@@ -415,7 +423,8 @@ class ShardedModule(nn.Module):
                 meet(backend.settings.group, "full_parameters()")
             backend.reshard()
             parts = ((entry, entry.local()) for entry in backend.all)
-            stored = dict(zip(backend.entries, gather_all(parts, backend.settings.device), strict=True))
+            values = gather_all(parts, backend.settings.device)
+            stored = dict(zip(backend.entries, values, strict=True))
         whole = {name: backend.entries[name].kind.to_user(value) for name, value in stored.items()}
         self._fsshard.whole = whole
         try:
@@ -460,9 +469,11 @@ class ShardedModule(nn.Module):
         controller = self._fsshard
         config = controller.requested_state_dict if config is None else config
         rank0_only, offload_to_cpu = asked_for(config, rank0_only, offload_to_cpu)
-        self._fsshard.check_filled()
-        with taking_part(self.backend.settings.group, "state_dict()"):
-            if len(set(meet(self.backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
+        controller.check_filled()
+        settings = self.backend.settings
+        with taking_part(settings.group, "state_dict()"):
+            flags = meet(settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}")
+            if len(set(flags)) > 1:
                 raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
             controller.step_counts.compare()
             controller.buffers.sync()
@@ -496,8 +507,11 @@ class ShardedModule(nn.Module):
             check_same_parameters(self.backend)
         with taking_part(self.backend.settings.group, "load_state_dict()"):
             result = load_whole(self.backend, state_dict, controller.buffers, strict, broadcast_from_rank0)
-        keys, loaded = self.backend.keys, set(self.backend.key_order) - set(result.missing_keys)
-        controller.note_filled(loaded | {keys[key] for key in loaded & keys.keys()})
+        # Values have come for these keys, and for the parameters behind them.
+        loaded = set(self.backend.key_order) - set(result.missing_keys)
+        keys = self.backend.keys
+        names = {keys[key] for key in loaded & keys.keys()}
+        controller.note_filled(loaded | names)
         return result
 
     # ------------------------------------------------------------------------------------------ moves
@@ -586,7 +600,8 @@ CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__"
 """Methods that Python looks up on the type of an object, and not through ``__getattr__``."""
 
 
-@functools.cache  # by names: the user's class is not kept alive
+# By names, so that the user's class is not kept alive.
+@functools.cache
 def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """Return a ShardedModule with those of :data:`CONTAINERS` that the user's class has: ``model[0]`` is its ``[0]``.
 
@@ -594,8 +609,10 @@ def _class_with(names: tuple[str, ...]) -> type[ShardedModule]:
     """
 
     # A class without __contains__, and a Sequential is one, is searched by iteration.
-    found = {name: lambda self, *args, name=name: getattr(self.module, name)(*args) for name in names}
-    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **found}) if found else ShardedModule
+    methods = {name: lambda self, *args, name=name: getattr(self.module, name)(*args) for name in names}
+    if not methods:
+        return ShardedModule
+    return type("ShardedModule", (ShardedModule,), {"__module__": __name__, **methods})
 
 
 def register_forward_method(model: ShardedModule, method_name: str) -> None:

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from fsshard.sharded.module import ShardedModule
 
 
+Groups = list[dict[str, Any]]
+
+
 class ShardedOptimizer(Optimizer):
     """A torch ``Optimizer`` over a :class:`~fsshard.sharded.module.ShardedModule`; made by :func:`build_optimizer`.
 
@@ -72,12 +75,15 @@ class ShardedOptimizer(Optimizer):
     """
 
     def __init__(self, model: ShardedModule, inner: Optimizer, request: OptimizerRequest) -> None:
-        self.inner, self.request, self.optimizer_class = inner, request, request.optimizer_class
+        self.inner = inner
+        self.request = request
+        self.optimizer_class = request.optimizer_class
         self._number = model._fsshard.step_counts.new_optimizer()
         self.model = model
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
-        Optimizer.__setstate__(self, {"defaults": defaults})  # hooks and profiling, without building groups again
+        # Torch's own constructor would build the groups again; this sets up hooks and profiling alone.
+        Optimizer.__setstate__(self, {"defaults": defaults})
         self._list_entries()
 
     @property
@@ -96,7 +102,9 @@ class ShardedOptimizer(Optimizer):
         self._check_groups_may_change("param_groups = ...")
         resolved = with_parameters(self.model, _resolved(self.model, groups))
         defaults = local_optimizer(self.inner).defaults
-        members = [id(parameter) for group in resolved for parameter in group["params"]]
+        members = []
+        for group in resolved:
+            members += group["params"]
         if not members or len(set(members)) < len(members):
             how = "some parameters are given twice" if members else "there is no group"
             raise OptimizerError(f"param_groups = ...: {how}; give each parameter that is to be stepped once")
@@ -111,7 +119,8 @@ class ShardedOptimizer(Optimizer):
                 some parameters on no rank (FairScale 0.4.13); and with ``whole=True`` where that has owners.
         """
         self._check_groups_may_change("add_param_group")
-        (group,) = with_parameters(self.model, _resolved(self.model, [param_group]))
+        resolved = _resolved(self.model, [param_group])
+        (group,) = with_parameters(self.model, resolved)
         self.inner.add_param_group(group)
         self._list_entries()
 
@@ -121,9 +130,13 @@ class ShardedOptimizer(Optimizer):
 
     def _list_entries(self) -> None:
         # Kept, because a closure looks at it while the groups hold views.
-        pairs = [(self.model._fsshard.find_entry(p), group) for group in self.param_groups for p in group["params"]]
-        self.entries = [entry for entry, _ in pairs]
-        self._group_of = {entry.name: group for entry, group in pairs}
+        self.entries = []
+        self._group_of = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.model._fsshard.find_entry(parameter)
+                self.entries.append(entry)
+                self._group_of[entry.name] = group
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -152,6 +165,7 @@ class ShardedOptimizer(Optimizer):
         model = self.model
         mark_stepped(self)
         if model.plan.precision.param == torch.float16 and not model._fsshard.scaled:
+            # Once for each model.
             model._fsshard.scaled = True
             warnings.warn(
                 "a step in float16 without loss scaling: small gradients become zero; use fsshard.GradScaler(model), "
@@ -171,10 +185,12 @@ class ShardedOptimizer(Optimizer):
         """Step with gradients that the closure makes: the last micro-batch after :meth:`no_sync`, or all of them."""
         if whole_owners(self.inner) is not None:
             return self._step_owned_with(closure, kwargs)
-        local: Any = local_optimizer(self.inner)  # the user's class, over this rank's parts
+        # The user's class, over this rank's shards.
+        local: Any = local_optimizer(self.inner)
         local.gradients_are_local = self.model._fsshard.step.has_local(entry.name for entry in self.entries)
         if not (self.request.begins_with_closure and local.gradients_are_local):
-            self.finish_gradients()  # they are looked at before the closure runs
+            # The class looks at gradients before it runs the closure.
+            self.finish_gradients()
         try:
             return self.inner.step(finished_by(closure, self.finish_gradients), **kwargs)
         finally:
@@ -183,9 +199,11 @@ class ShardedOptimizer(Optimizer):
     def _step_owned_with(self, closure: Callable[[], Any], kwargs: dict[str, Any]) -> Any:
         """Step whole parameters after the closure: all ranks run it, owners or not, and once, as torch's own do."""
         if not self.request.of_torch:
-            told = f"{self.optimizer_class.__name__}.step(closure) with whole=True"
-            instead = "call forward and backward before step(), or use backend='fairscale' or 'ddp'"
-            raise UnsupportedByBackend(told, self.model.backend.name, instead)
+            raise UnsupportedByBackend(
+                f"{self.optimizer_class.__name__}.step(closure) with whole=True",
+                self.model.backend.name,
+                "call forward and backward before step(), or use backend='fairscale' or 'ddp'",
+            )
         with torch.enable_grad():
             loss = closure()
         self.finish_gradients()
@@ -198,9 +216,11 @@ class ShardedOptimizer(Optimizer):
             return
         unused = [name for name in backend.unused(self._group_of) if name not in backend.step.dropped]
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
-            check_same_parameters(backend)  # forwards of torch.compile(model) do not look
+            # Parameters may have been replaced, which forwards of torch.compile(model) do not look at.
+            check_same_parameters(backend)
+            more = ", ..." if len(unused) > 5 else ""
             raise OptimizerError(
-                f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
+                f"no gradient reached {', '.join(unused[:5])}{more}; if the forward "
                 "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
@@ -212,8 +232,12 @@ class ShardedOptimizer(Optimizer):
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's parts of this optimizer's gradients, as stored (real)."""
         backend = self.model.backend
-        gradients = [g for e in self.entries if owned(backend, e) and (g := e.grad()) is not None]
-        return [sparse_values(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+        gradients = []
+        for entry in self.entries:
+            gradient = entry.grad() if owned(backend, entry) else None
+            if gradient is not None:
+                gradients.append(sparse_values(gradient) if gradient.is_sparse else gradient)
+        return gradients
 
     @contextlib.contextmanager
     def under_scaler(self) -> Iterator[None]:
@@ -229,12 +253,17 @@ class ShardedOptimizer(Optimizer):
         # The first thing that torch's GradScaler.step looks at, before it decides by this rank's gradients alone
         # whether to step (torch 2.13): another rank may decide otherwise, and the job hangs. The caller is told from
         # its frame, since FSDP's own scaler, which asks all ranks, comes the same way.
-        backend, settings = self.model.backend, self.model.backend.settings
-        alone = backend.facts.divides == "nothing" or settings.world_size == 1  # along data all see the same gradients
-        if self._under_scaler or (alone and settings.all_ranks == settings.world_size):
+        if self._under_scaler:
             return False
-        scaler = type(sys._getframe(1).f_locals.get("self"))
-        if not any(cls.__name__ == "ShardedGradScaler" for cls in scaler.__mro__):
+        backend = self.model.backend
+        settings = backend.settings
+        # Then all ranks of the data group see the same gradients.
+        alone = backend.facts.divides == "nothing" or settings.world_size == 1
+        if alone and settings.all_ranks == settings.world_size:
+            return False
+        caller = sys._getframe(1).f_locals.get("self")
+        classes = [cls.__name__ for cls in type(caller).__mro__]
+        if "ShardedGradScaler" not in classes:
             raise OptimizerError(
                 f"torch.amp.GradScaler sees this rank's gradients only under backend {backend.name!r}, and the ranks "
                 "could disagree about a step; use fsshard.GradScaler(model)"
@@ -253,11 +282,16 @@ class ShardedOptimizer(Optimizer):
             ``{"state": {name: {key: tensor or value}}, "param_groups": [{..., "params": [names]}]}`` with the original
             names, shapes and (complex) dtypes, the same under every backend.
         """
-        settings = self.model.backend.settings
-        if self.model.backend.facts.divides != "nothing":  # rank 0 alone would wait for the others
+        backend = self.model.backend
+        settings = backend.settings
+        if backend.facts.divides != "nothing":
+            # A call on rank 0 alone would wait for the others without a word.
             meet(settings.everyone, "optimizer.state_dict()")
         keep = settings.is_first or not rank0_only
-        state = {name: whole for name, whole in self.iterate_state() if keep and whole}
+        state = {}
+        for name, whole in self.iterate_state():
+            if keep and whole:
+                state[name] = whole
         if not keep:
             return {}
         names = [entry.name for entry in self.entries]
@@ -267,8 +301,9 @@ class ShardedOptimizer(Optimizer):
     def iterate_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (parameter's name, its whole state), one at a time. Collective, so run it to its end on every rank."""
         with taking_part(self.model.backend.settings.group, "optimizer.state_dict()"):
-            for entry, whole in gather_states(self.model.backend, self.inner, self.entries):
-                yield entry.name, {key: _to_user(entry, value) for key, value in whole.items()}
+            for entry, stored in gather_states(self.model.backend, self.inner, self.entries):
+                whole = {key: _to_user(entry, value) for key, value in stored.items()}
+                yield entry.name, whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, on every rank the same. Nothing changes if it does not fit. Collective.
@@ -278,7 +313,7 @@ class ShardedOptimizer(Optimizer):
             RankMismatch: names what differs between the ranks.
         """
         settings = self.model.backend.settings
-        facts: dict[str, str] = {}
+        facts = {}
         if settings.all_ranks > 1:
             facts = _facts(state_dict, self._left_out_by_ranks(state_dict))
         check_alike(settings.everyone, "optimizer.load_state_dict()", facts, "load the same on every rank")
@@ -288,43 +323,57 @@ class ShardedOptimizer(Optimizer):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
         self.model.backend.reshard()
         state = state_dict["state"]
-        # Keys of one number for a whole parameter: of a 0-dim parameter the number's shape does not tell.
-        shaped = [state[entry.name] for entry in self.entries if entry.shape.numel() > 1 and entry.name in state]
-        counters = {"step"} | {k for saved in shaped for k, v in saved.items() if isinstance(v, Tensor) and not v.dim()}
+        counters = self._counters(state)
         for entry in self.entries:
-            mine, saved = state_of(self.inner, entry), state.get(entry.name, {})
-            whole = {
-                key: self.placed(entry, value, mine.get(key)) if key in counters else _to_stored(entry, value)
-                for key, value in saved.items()
-            }
+            current = state_of(self.inner, entry)
+            whole = {}
+            for key, value in state.get(entry.name, {}).items():
+                if key in counters:
+                    whole[key] = self.placed(entry, value, current.get(key))
+                else:
+                    whole[key] = _to_stored(entry, value)
+            # Every rank comes here for every parameter, also for one without saved state.
             scatter_state(self.model.backend, self.inner, entry, whole)
+
+    def _counters(self, state: Mapping[str, Mapping[str, Any]]) -> set[str]:
+        """Return the keys under which state holds one number for a whole parameter."""
+        counters = {"step"}
+        for entry in self.entries:
+            # The shape of state does not tell where the parameter has one number itself.
+            if entry.shape.numel() > 1:
+                for key, value in state.get(entry.name, {}).items():
+                    if isinstance(value, Tensor) and not value.dim():
+                        counters.add(key)
+        return counters
 
     def keeps_state_of(self, entry: Entry) -> bool:
         """Return whether this rank keeps state of the parameter, or of a part of it."""
-        return owns_state(self.model.backend, self.inner, entry) and state_entry(self.inner, entry).local().numel() > 0
+        if not owns_state(self.model.backend, self.inner, entry):
+            return False
+        return state_entry(self.inner, entry).local().numel() > 0
 
     def _left_out_by_ranks(self, state_dict: Any) -> set[str]:
         """Return the parameters whose state some rank was not given, since it keeps none of it. Collective."""
-        # torch's set_optimizer_state_dict asks this rank's state for the keys of a flattened dict, and finds none.
-        state = state_dict.get("state", {}) if isinstance(state_dict, Mapping) else {}
+        state = {}
+        if isinstance(state_dict, Mapping):
+            state = state_dict.get("state", {})
         left_out = []
         for entry in self.entries:
+            # torch's set_optimizer_state_dict asks this rank's state for the keys of a flattened dict, and finds none.
             is_empty = entry.name in state and not state[entry.name]
             if is_empty and not self.keeps_state_of(entry):
                 left_out.append(entry.name)
-        told = meet(self.model.backend.settings.everyone, "optimizer.load_state_dict()", "\n".join(left_out))
-        return set("\n".join(told).split("\n"))
+        names_of_ranks = meet(self.model.backend.settings.everyone, "optimizer.load_state_dict()", "\n".join(left_out))
+        return set("\n".join(names_of_ranks).split("\n"))
 
     def placed(self, entry: Entry, value: Any, held: Any) -> Any:
-        """Put state where the optimizer keeps it: where ``held`` is now, else with the parameter.
-
-        Counters lie on the host, unless the step is fused or captured, which reads them where the parameter is.
-        """
+        """Put state where the optimizer keeps it: where ``held`` is now, else with the parameter."""
         if not isinstance(value, Tensor):
             return value
         if isinstance(held, Tensor):
             return value.to(held.device)
         group = self._group_of[entry.name]
+        # Counters lie on the host, unless the step is fused or captured, which reads them where the parameter is.
         beside = value.dim() or group.get("fused") or group.get("capturable")
         return value.to(state_device(self.inner, entry) if beside else "cpu")
 
@@ -336,33 +385,38 @@ class ShardedOptimizer(Optimizer):
         """
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
             raise StateDictError("optimizer state", missing=["state", "param_groups"])
-        mine, saved, state = groups_by_name(self), state_dict["param_groups"], state_dict["state"]
-        want, got = ({(i, n) for i, group in enumerate(groups) for n in group["params"]} for groups in (mine, saved))
-        wrong: dict[str, tuple[object, object]] = {
-            f"{entry.name}: {key}": (tuple(entry.full_shape), tuple(value.shape))
-            for entry in self.entries
-            for key, value in state.get(entry.name, {}).items()
-            if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value)
-        }
-        if len(mine) != len(saved):
-            wrong["number of param_groups"] = (len(mine), len(saved))
-        missing = [f"{name} in group {i}" for i, name in want - got]
-        unexpected = [f"{name} in group {i}" for i, name in got - want]
-        unexpected += [f"state of {name}" for name in state.keys() - {n for _, n in want}]
-        if missing or unexpected or wrong:
-            raise StateDictError("optimizer state", missing, unexpected, wrong)
+        saved_groups = state_dict["param_groups"]
+        state = state_dict["state"]
+        members = _members(groups_by_name(self))
+        saved_members = _members(saved_groups)
+        missing = members - saved_members
+        unexpected = saved_members - members
+        for name in state.keys() - self._group_of.keys():
+            unexpected.add(f"state of {name}")
+        mismatched: dict[str, tuple[object, object]] = {}
+        for entry in self.entries:
+            for key, value in state.get(entry.name, {}).items():
+                if isinstance(value, Tensor) and value.dim() and not self._fits(entry, key, value):
+                    mismatched[f"{entry.name}: {key}"] = (tuple(entry.full_shape), tuple(value.shape))
+        if len(self.param_groups) != len(saved_groups):
+            mismatched["number of param_groups"] = (len(self.param_groups), len(saved_groups))
+        if missing or unexpected or mismatched:
+            raise StateDictError("optimizer state", missing, unexpected, mismatched)
 
     def _fits(self, entry: Entry, key: str, value: Tensor) -> bool:
         # Factors and histories are shaped as the algorithm likes, on backends that keep parameters whole.
-        known = {base.__name__ for base in self.optimizer_class.__mro__} & (WHOLE_TENSOR_OPTIMIZERS | GLOBAL_OPTIMIZERS)
-        if (known or self.request.whole) and self.optimizer_class is not torch.optim.LBFGS:
+        if self.optimizer_class is not torch.optim.LBFGS:
+            names = {base.__name__ for base in self.optimizer_class.__mro__}
+            if self.request.whole or names & WHOLE_TENSOR_OPTIMIZERS or names & GLOBAL_OPTIMIZERS:
+                return True
+        if value.shape == entry.full_shape:
             return True
-        mine = state_of(self.inner, entry).get(key)
-        return value.shape == entry.full_shape or (isinstance(mine, Tensor) and mine.shape == value.shape)
+        current = state_of(self.inner, entry).get(key)
+        return isinstance(current, Tensor) and current.shape == value.shape
 
     def __repr__(self) -> str:
-        name, backend = self.optimizer_class.__name__, self.model.backend.name
-        return f"Sharded{name}(backend={backend!r}, {len(self.entries)} parameters)"
+        count = len(self.entries)
+        return f"Sharded{self.optimizer_class.__name__}(backend={self.model.backend.name!r}, {count} parameters)"
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimizerError("a ShardedOptimizer belongs to its process group: keep its state_dict() instead")
@@ -370,36 +424,58 @@ class ShardedOptimizer(Optimizer):
 
 def _to_user(entry: Entry, value: Any) -> Any:
     """Return the user's whole value. Collective where other mesh dimensions divide the parameter."""
-    same = is_plain_tensor(value) and value.dim() > 0 and value.shape == entry.stored_shape
-    return entry.put_together(entry.kind.to_user(value)) if same else value
+    if is_plain_tensor(value) and value.dim() > 0 and value.shape == entry.stored_shape:
+        return entry.put_together(entry.kind.to_user(value))
+    return value
 
 
 def _to_stored(entry: Entry, value: Any) -> Any:
     if not is_plain_tensor(value) or value.shape != entry.full_shape:
         return value
     if entry.kind.is_complex and not value.is_complex():
-        return value  # a real number per complex one (a running mean of |g|^2)
+        # A real number for each complex one, such as a running mean of |g|^2.
+        return value
     stored = entry.kind.to_stored(entry.take_part(value))
-    order = () if entry.kind.order or entry.divided_over or not value.is_complex() else order_in_memory(value)
-    return laid(stored, (*order, len(order)) if order else ())  # bases of a square one, by which products are rounded
+    if not value.is_complex() or entry.kind.order or entry.divided_over:
+        return laid(stored, ())
+    # Bases of a square weight keep the order in memory that they were saved with: products are rounded by it.
+    order = order_in_memory(value)
+    return laid(stored, (*order, len(order)) if order else ())
 
 
 def _facts(state_dict: Any, left_out: Collection[str]) -> dict[str, str]:
     """Return texts that must be the same on every rank where an optimizer's state dict is loaded."""
-    parts = dict(state_dict) if isinstance(state_dict, Mapping) else {"the state dict": state_dict}
+    parts = {"the state dict": state_dict}
+    if isinstance(state_dict, Mapping):
+        parts = dict(state_dict)
     for index, group in enumerate(parts.pop("param_groups", ())):
-        parts |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items()}
+        for key, value in group.items():
+            parts[f"param_groups[{index}][{key!r}]"] = value
     for name, state in parts.pop("state", {}).items():
-        if name not in left_out:
-            parts |= {f"{key!r} of {name!r}": value for key, value in state.items()}
+        if name in left_out:
+            continue
+        for key, value in state.items():
+            parts[f"{key!r} of {name!r}"] = value
     return {str(name): rank_independent_text(value) for name, value in parts.items()}
 
 
-def groups_by_name(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def _members(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return a text for each parameter in groups of names: its name, and the number of its group."""
+    members = set()
+    for index, group in enumerate(groups):
+        members |= {f"{name} in group {index}" for name in group["params"]}
+    return members
+
+
+def groups_by_name(optimizer: ShardedOptimizer) -> Groups:
     """Return the optimizer's groups with names in place of parameters."""
-    names = ([optimizer.model._fsshard.find_entry(p).name for p in group["params"]] for group in optimizer.param_groups)
-    groups = zip(optimizer.param_groups, names, strict=True)
-    return [{**{key: copied(g[key]) for key in sorted(g) if key != "params"}, "params": n} for g, n in groups]
+    find_entry = optimizer.model._fsshard.find_entry
+    groups = []
+    for group in optimizer.param_groups:
+        named = {key: copied(group[key]) for key in sorted(group) if key != "params"}
+        named["params"] = [find_entry(parameter).name for parameter in group["params"]]
+        groups.append(named)
+    return groups
 
 
 # ------------------------------------------------------------------------------------------------ building
@@ -454,7 +530,7 @@ def build_optimizer(
         remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go third"
         raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
-    requests: list[OptimizerRequest] = []
+    requests = []
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
@@ -462,8 +538,8 @@ def build_optimizer(
         _check_settings(optimizer_class, param_groups, defaults)
         named, settings = parameters_by_keyword(defaults, backend.entries, model._fsshard.find_entry)
         if param_groups is None:
-            taken = set(itertools.chain(*named.values()))
-            groups = [{"params": [name for name in backend.entries if name not in taken]}]
+            by_keyword = set(itertools.chain(*named.values()))
+            groups = [{"params": [name for name in backend.entries if name not in by_keyword]}]
         else:
             groups = _resolved(model, param_groups)
         if not groups:
@@ -472,21 +548,22 @@ def build_optimizer(
             groups = groups_with_keywords(optimizer_class, groups, named, settings, backend.entries)
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
         groups, shown = take_see(groups, see)
-        asked = OptimizerRequest(optimizer_class, groups, settings, parameters, see_complex, separable, whole, shown)
-        requests.append(asked)
-        requests[0].check_settings()
-        return digest_of(requests[0].asked())
+        request = OptimizerRequest(optimizer_class, groups, settings, parameters, see_complex, separable, whole, shown)
+        requests.append(request)
+        request.check_settings()
+        return digest_of(request.asked())
 
-    group = backend.settings.everyone
-    with taking_part(group, "build_optimizer"):
-        digests = exchange(group, prepare)
+    everyone = backend.settings.everyone
+    with taking_part(everyone, "build_optimizer"):
+        # What one rank raises in prepare() is raised on all of them.
+        digests = exchange(everyone, prepare)
     (request,) = requests
-    check_asked_alike(group, request, digests)
-    agree(group, lambda: request.check_separable(type(backend), backend.settings))
+    check_asked_alike(everyone, request, digests)
+    agree(everyone, lambda: request.check_separable(type(backend), backend.settings))
     return new_optimizer(model, request)
 
 
-# Else schedulers from before wrap warn of an order of calls that is none: their constructor has wrapped the old step.
+# Schedulers from before wrap have wrapped the old step, and would warn of an order of calls that is right.
 mark_tracked(ShardedOptimizer.step)
 
 
@@ -494,16 +571,20 @@ def new_optimizer(model: ShardedModule, request: OptimizerRequest) -> ShardedOpt
     """Build an optimizer over the engine's own parameters, after all checks, alike on every rank."""
     viewing = viewing_class(request, model.backend)
     if model._fsshard.whole is None:
-        model.backend.reshard()  # a constructor that keeps views of parameters must not keep those of gathered ones
+        # A constructor that keeps views of parameters must not keep those of gathered ones.
+        model.backend.reshard()
 
     def made() -> Optimizer:
-        return model.backend.new_optimizer(viewing, with_parameters(model, request.groups), dict(request.defaults))
+        groups = with_parameters(model, request.groups)
+        return model.backend.new_optimizer(viewing, groups, dict(request.defaults))
 
     # Where each rank shows the constructor other parameters, it may raise on one alone.
     inner = agree(model.backend.settings.group, made) if request.whole else made()
     # State made by a constructor (Adagrad's) is shaped like its parameter; at rest state is local.
     for state in states_at_rest(inner).values():
-        state.update({key: value.to_local() for key, value in state.items() if hasattr(value, LOCAL_TENSOR)})
+        for key, value in state.items():
+            if hasattr(value, LOCAL_TENSOR):
+                state[key] = value.to_local()
     optimizer = ShardedOptimizer(model, inner, request)
     model._fsshard.optimizers.add(optimizer)
     return optimizer
@@ -517,9 +598,11 @@ def _check_settings(optimizer_class: type[Optimizer], param_groups: object, defa
             f"param_groups={param_groups!r}: expected parameters, their names or groups, got a number; settings go by "
             f"name: build_optimizer(model, {name}, lr={param_groups!r})"
         )
-    known = inspect.signature(optimizer_class.__init__).parameters
+    parameters = inspect.signature(optimizer_class.__init__).parameters
     for key, value in defaults.items():
-        if isinstance(value, str) and key in known and isinstance(known[key].default, (int, float)):
+        if not isinstance(value, str) or key not in parameters:
+            continue
+        if isinstance(parameters[key].default, (int, float)):
             raise OptimizerError(f"{key}={value!r}: expected a number, got a str; write {key}=float({value!r})")
 
 
@@ -531,7 +614,7 @@ def _told(given: object) -> str:
     return f"an instance of {name}; pass the class and its settings: build_optimizer(model, {name}, lr=...)"
 
 
-def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]]:
+def _resolved(model: ShardedModule, given: Iterable[Any]) -> Groups:
     """Return groups of names for what torch's optimizers take: parameters, names, pairs, or dicts of them."""
     groups = [given] if isinstance(given, (str, Tensor)) else list(given)
     if groups and not isinstance(groups[0], dict):
@@ -540,20 +623,30 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
             raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
-        members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
+        params = group["params"]
+        members = [params] if isinstance(params, (str, Tensor)) else list(params)
         members = model.backend.settings.ignored.trainable(members)
-        resolved.append({**group, "params": [model._fsshard.find_entry(member).name for member in members]})
-        if members and isinstance(members[0], tuple):  # as torch does since 2.6
-            resolved[-1]["param_names"] = [member[0] for member in members]
+        names = [model._fsshard.find_entry(member).name for member in members]
+        named = {**group, "params": names}
+        if members and isinstance(members[0], tuple):
+            # Torch has done so with (name, parameter) pairs since 2.6.
+            named["param_names"] = [name for name, _ in members]
+        resolved.append(named)
     return resolved
 
 
-def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_parameters(model: ShardedModule, groups: Sequence[Mapping[str, Any]]) -> Groups:
     """Return groups of names as groups of the engine's parameters."""
-    if any("see" in group for group in groups):
-        raise OptimizerError("'see' in a group added later: how weights are shown is fixed; build another optimizer")
     entries = model.backend.entries
-    return [{**group, "params": [entries[name].parameter for name in group["params"]]} for group in groups]
+    with_them = []
+    for group in groups:
+        if "see" in group:
+            raise OptimizerError(
+                "'see' in a group added later: how weights are shown is fixed; build another optimizer"
+            )
+        parameters = [entries[name].parameter for name in group["params"]]
+        with_them.append({**group, "params": parameters})
+    return with_them
 
 
 # ------------------------------------------------------------------------------------------------ handing one over
@@ -564,8 +657,11 @@ def check_unstepped(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, ShardedOptimizer):
         meant = f"; did you mean backend={optimizer!r}?" if isinstance(optimizer, str) else ""
         raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
-    for state in optimizer.state.values():  # Adagrad has state from the start, with step 0
-        step = state.get("step") if isinstance(state, Mapping) else None
+    for state in optimizer.state.values():
+        # Adagrad has state from the start, with step 0.
+        step = None
+        if isinstance(state, Mapping):
+            step = state.get("step")
         if step is None or float(step) != 0:
             raise OptimizerError(
                 "the optimizer has taken steps already, and its state belongs to unsharded parameters; save both, "
@@ -574,18 +670,21 @@ def check_unstepped(optimizer: object) -> None:
             )
 
 
-def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> list[dict[str, Any]]:
+def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored | None = None) -> Groups:
     """Return the groups of a torch optimizer with names (by id of parameter) in place of parameters."""
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        members = group["params"] if ignored is None else ignored.trainable(group["params"])
-        unknown = [p for p in members if id(p) not in names]
+        members = group["params"]
+        if ignored is not None:
+            members = ignored.trainable(members)
+        unknown = [parameter for parameter in members if id(parameter) not in names]
         if unknown:
             raise OptimizerError(
                 f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
-        groups.append({**group, "params": [names[id(p)] for p in members]})
+        own_names = [names[id(parameter)] for parameter in members]
+        groups.append({**group, "params": own_names})
     return groups
 
 
@@ -595,7 +694,8 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
     ``defaults`` can hold more (torch 2.13: AdamW subclasses Adam and keeps ``decoupled_weight_decay``).
     """
     parameters = inspect.signature(type(optimizer).__init__).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         return dict(optimizer.defaults)
     arguments = {key: value for key, value in optimizer.defaults.items() if key in parameters}
     # Settings that a class keeps as attributes, and not in its groups: galore_rank of neuraloperator's AdamW.
@@ -613,10 +713,12 @@ def retire(optimizer: Optimizer, successor: Optimizer) -> None:
         raise OptimizerError("this optimizer was handed to fsshard.wrap; use the one that wrap returned")
 
     # A scheduler that was not handed over then sets the rates that are used; and no whole weights are kept.
-    optimizer.param_groups[:] = successor.param_groups  # for who keeps the list
+    # Somebody may keep the list, and somebody else the optimizer.
+    optimizer.param_groups[:] = successor.param_groups
     optimizer.param_groups = successor.param_groups
     optimizer.state.clear()
-    mark_tracked(step)  # torch's schedulers warn of an order of calls that is none
+    # Torch's schedulers would warn of an order of calls that is right.
+    mark_tracked(step)
     mark_stepped(optimizer)
     optimizer.step = optimizer.zero_grad = step  # type: ignore[assignment, method-assign]
 
@@ -637,8 +739,9 @@ def _refuse_foreign(optimizer: Optimizer) -> None:
     check_step(optimizer, foreign=foreign)
     if not foreign or is_stepping() or _seen.get(optimizer) == len(optimizer.param_groups):
         return
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        refusal = record_of(parameter).refusal or record_of(stored_of(parameter)).refusal
-        if refusal:
-            raise OptimizerError(refusal)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            refusal = record_of(parameter).refusal or record_of(stored_of(parameter)).refusal
+            if refusal:
+                raise OptimizerError(refusal)
     _seen[optimizer] = len(optimizer.param_groups)

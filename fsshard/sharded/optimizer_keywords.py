@@ -19,22 +19,24 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import rank_independent_text
 
 Groups = list[dict[str, Any]]
+Settings = Mapping[str, Any]
+Entries = Mapping[str, Entry]
+"""The model's parameters by name."""
 
 
 def parameters_by_keyword(
-    defaults: Mapping[str, Any],
-    entries: Mapping[str, Entry],
+    defaults: Settings,
+    entries: Entries,
     find: Callable[[Any], Entry],
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
     """Return the names of the parameters that stand in settings, by keyword, and the settings without them.
 
     Args:
         defaults: settings by keyword. A list, or a generator, of parameters or of their names stands for parameters.
-        entries: the model's parameters by name.
         find: gives the entry of a parameter or a name; raises for what is not the model's.
     """
-    named: dict[str, list[str]] = {}
-    settings: dict[str, Any] = {}
+    named = {}
+    settings = {}
     for key, value in defaults.items():
         if inspect.isgenerator(value):
             value = list(value)
@@ -45,7 +47,7 @@ def parameters_by_keyword(
     return named, settings
 
 
-def _are_parameters(value: Any, entries: Mapping[str, Entry]) -> bool:
+def _are_parameters(value: Any, entries: Entries) -> bool:
     """Return whether a setting is a list of parameters or of names of some."""
     if not isinstance(value, (list, tuple)) or not value:
         return False
@@ -56,10 +58,10 @@ def _are_parameters(value: Any, entries: Mapping[str, Entry]) -> bool:
 
 def groups_with_keywords(
     optimizer_class: type[Optimizer],
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Settings],
     named: Mapping[str, Sequence[str]],
-    settings: Mapping[str, Any],
-    entries: Mapping[str, Entry],
+    settings: Settings,
+    entries: Entries,
 ) -> Groups:
     """Return the groups, by names, that the class makes of those that are given and of what is named by keyword.
 
@@ -93,7 +95,7 @@ def groups_with_keywords(
 class _StandIns:
     """Parameters without memory, one for each of the model's."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Entries) -> None:
         self._by_name: dict[str, nn.Parameter] = {}
         for name, entry in entries.items():
             empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -106,15 +108,11 @@ class _StandIns:
     def built(
         self,
         optimizer_class: type[Optimizer],
-        groups: Sequence[Mapping[str, Any]],
-        settings: Mapping[str, Any],
+        groups: Sequence[Settings],
+        settings: Settings,
     ) -> Optimizer:
-        given = []
-        for group in groups:
-            own = dict(group)
-            own["params"] = self.of(group["params"])
-            given.append(own)
-        return optimizer_class(given, **settings)
+        own_groups = [{**group, "params": self.of(group["params"])} for group in groups]
+        return optimizer_class(own_groups, **settings)
 
     def groups_of(self, optimizer: Optimizer) -> Groups:
         groups = []
@@ -130,11 +128,10 @@ class _StandIns:
         for parameter, state in members.pop("state").items():
             tables.append({self._text(parameter): dict(state)})
         tables.append(members)
+        # Texts, since two optimizers have different objects.
         facts = []
         for table in tables:
-            for key in sorted(table):
-                fact = key, self._text(table[key])
-                facts.append(fact)
+            facts += [(key, self._text(table[key])) for key in sorted(table)]
         return facts
 
     def _text(self, value: Any) -> str:

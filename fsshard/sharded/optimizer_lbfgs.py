@@ -122,8 +122,10 @@ class _OverRanks(LBFGS):
     engine: ClassVar[Backend]
     dtype: ClassVar[torch.dtype]
     vector: ClassVar[type[Tensor]]
-    _memory: Memory | None = None  # None: it lies in the state, by parameter
-    _shown: list[Tensor]  # in the order in which they lie in the vectors
+    # None: it lies in the state, by parameter.
+    _memory: Memory | None = None
+    # In the order in which they lie in the vectors.
+    _shown: list[Tensor]
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
         """Return the first loss that the closure gives on this rank."""
@@ -221,7 +223,8 @@ class _OverRanks(LBFGS):
             OptimizerError: on every rank; that is not the state of all the parameters.
         """
         numbers_of_ranks = exchange(self.engine.settings.group, self._take_up)
-        if not self._memory:  # this rank owns no parameter, and has loaded nothing
+        if not self._memory:
+            # This rank owns no parameter, and has loaded nothing.
             numbers: Memory = next(filter(None, numbers_of_ranks), {})
             self._memory = self._of_parameters(numbers)
         return self._memory

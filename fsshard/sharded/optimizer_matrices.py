@@ -164,10 +164,11 @@ def is_bias(shape: torch.Size) -> bool:
 
 def matrices_of(request: Request) -> dict[str, Matrices]:
     """Return, by name, how weights are shown that are to be seen as matrices and have more dims than two. Local."""
-    matrices: dict[str, Matrices] = {}
+    matrices = {}
     for number, group in enumerate(request.groups):
         names = []
-        kinds = set()  # whether those that are seen by modes are complex
+        # Whether those that are seen by modes are complex.
+        kinds = set()
         most = 0
         for name in group["params"]:
             shape, is_complex = request.parameters[name]
@@ -196,7 +197,8 @@ def _takes_stacks(request: Request, number: int, kinds: set[bool], modes: int) -
         kinds: whether weights are complex: both may be.
         modes: how many matrices the largest weight has, since a class may look at the first dim.
     """
-    if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
+    if type(torch.empty(0)) is not Tensor:
+        # Tensors of an estimate have no values.
         return False
     generator = torch.Generator().manual_seed(1)
     try:
@@ -211,7 +213,8 @@ def _takes_stacks(request: Request, number: int, kinds: set[bool], modes: int) -
             alone = torch.stack(request.trained(matrices))
             if not _distance(stack[some], alone, sample[0, some]) <= BOUND:
                 return False
-    except Exception:  # it takes matrices alone, as torch's Muon does
+    except Exception:
+        # It takes matrices alone, as torch's Muon does.
         return False
     return True
 
@@ -222,7 +225,8 @@ def check_equivariant(request: Request) -> None:
     Raises:
         OptimizerError: tells by how much the steps differ; or the class raised.
     """
-    if type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values
+    if type(torch.empty(0)) is not Tensor:
+        # Tensors of an estimate have no values.
         return
     name = request.optimizer_class.__name__
     for number, group in enumerate(request.groups):
@@ -252,7 +256,8 @@ def _turns_real(request: Request, number: int) -> bool:
     """Return whether tall and wide matrices are no trouble if they are real, as where an eigenbasis is arbitrary."""
     try:
         return _turned_difference(request, number, TALL_AND_WIDE, (torch.float64,)) <= BOUND
-    except OptimizerError:  # it takes complex ones alone
+    except OptimizerError:
+        # It takes complex ones alone.
         return True
 
 
@@ -260,10 +265,11 @@ def _turned_difference(
     request: Request,
     number: int,
     shapes: Sequence[tuple[int, int]],
-    dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),  # a class may have but one
+    # A class may have kernels for one of them only.
+    dtypes: Sequence[torch.dtype] = (torch.complex128, torch.complex64),
 ) -> float:
     """Return the largest difference between the steps of U G and U times those of G, of the largest number of these."""
-    raised: Exception | None = None
+    raised = None
     for dtype in dtypes:
         generator = torch.Generator().manual_seed(1)
         samples = []

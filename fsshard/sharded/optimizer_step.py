@@ -32,6 +32,7 @@ READS_PAIRS = (torch.optim.Adam, torch.optim.AdamW)
 Shown the pairs at once they compute the same numbers, without making four views of each parameter in each step.
 """
 
+_Group = dict[str, Any]
 _Groups = list[list[nn.Parameter]]
 _Held = list[tuple[nn.Parameter, Tensor]]
 """Parameters that are shown themselves, and their memory, which is the engine's."""
@@ -43,8 +44,9 @@ class _Shards:
     def __init__(self, request: OptimizerRequest, backend: Backend) -> None:
         self.request = request
         self.backend = backend
-        self.foreign = not request.of_torch  # of those much is looked after that torch's own do not do
-        names: dict[str, None] = {}
+        # Much is looked after for other classes that torch's own do not do.
+        self.foreign = not request.of_torch
+        names = {}
         for group in request.groups:
             names.update(dict.fromkeys(group["params"]))
         # Who steps each parameter whole; None: each rank steps its part. On one rank, too: what state an optimizer may
@@ -52,14 +54,17 @@ class _Shards:
         self.owners: Owners | None = None
         if request.whole and backend.facts.divides == "elements" and names:
             self.owners = Owners(backend, list(names))
-        self.matrices = request.matrices  # as which weights of more than two dims are shown, by name
+        # As which weights of more than two dims are shown, by name.
+        self.matrices = request.matrices
         self._is_fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
         self._views = {id(entry.parameter): self._view_of(entry) for entry in backend.all}
         # Ids of what an optimizer that reads pairs is shown as complex numbers, or as pairs of reals.
         self._two_forms: set[int] = set()
-        if request.optimizer_class in READS_PAIRS and request.see_complex and not (self.owners or self.matrices):
-            self._two_forms = {id(entry.parameter) for entry in backend.all if entry.kind.is_complex}
-        self.resting = True  # the state lies under the engine's parameters, and not under what was shown
+        is_plain = self.owners is None and not self.matrices
+        if is_plain and request.see_complex and request.optimizer_class in READS_PAIRS:
+            self._two_forms = {key for key, view in self._views.items() if view is not None and view.is_complex}
+        # Whether the state lies under the engine's parameters, and not under what was shown.
+        self.resting = True
         self._has_stepped = False
 
     def _view_of(self, entry: Entry) -> View | None:
@@ -69,12 +74,13 @@ class _Shards:
         if self.owners is not None:
             whole = self.owners.mine.get(entry.name)
             if whole is None:
-                return View(entry, False, part=(0, 0, 0))  # another rank's: in no piece
+                # Another rank steps it: here it is in no piece.
+                return View(entry, False, part=(0, 0, 0))
             return View(whole, is_complex, is_turned=bool(entry.kind.order), matrices=matrices)
         settings = self.backend.settings
         divided = self.backend.facts.divides == "elements" and settings.world_size > 1
-        part: tuple[int, int, int] | None = None
-        threads: int | None = None
+        part = None
+        threads = None
         if divided and settings.device.type == "cpu":
             start, stop = entry.here
             total = entry.stored_shape.numel()
@@ -94,7 +100,7 @@ class _Shards:
 
     def show(self, optimizer: Any, *, gradients: bool = True) -> list[View]:
         """Put in the groups what the optimizer is to see, and return the views among it."""
-        shown_views: list[View] = []
+        shown_views = []
         # A set of ids, since a tensor's hash is a call of a Python function.
         with_state: set[int] = set()
         for group in optimizer.param_groups:
@@ -105,7 +111,7 @@ class _Shards:
             # Not no_grad(), which takes three times as many calls in each step.
             with torch.set_grad_enabled(False):
                 pieces = pieces_in_place(views, with_state, gradients=gradients)
-                shown: list[nn.Parameter] = []
+                shown = []
                 for parameter, view, piece in zip(group["params"], views, pieces, strict=True):
                     if view is None:
                         shown.append(parameter)
@@ -115,14 +121,15 @@ class _Shards:
                         shown.append(piece)
                     else:
                         shown += view.begin(optimizer, self.backend, gradients=gradients)
-            group["params"][:] = shown  # in place: LBFGS keeps the list
+            # In place, since LBFGS keeps the list.
+            group["params"][:] = shown
         return shown_views
 
-    def _views_of(self, group: dict[str, Any], optimizer: Any) -> list[View | None]:
+    def _views_of(self, group: _Group, optimizer: Any) -> list[View | None]:
         """Return how each parameter of a group is shown in this step; None: as it is."""
         # Weight decay is a product with a complex number in torch: of other zeros and infinities than a real one.
         as_pairs = group.get("weight_decay") == 0
-        views: list[View | None] = []
+        views = []
         for parameter in group["params"]:
             key = id(parameter)
             if key not in self._views:
@@ -130,13 +137,16 @@ class _Shards:
                     "the optimizer holds a parameter that is not the model's; build it with fsshard.build_optimizer"
                 )
             view = self._views[key]
-            if view is not None and key in self._two_forms and view.is_complex == as_pairs:
-                with torch.no_grad():
-                    view.show_complex(not as_pairs, optimizer, self.backend)
-            views.append(view if view is not None and (view.is_complex or view.is_elsewhere) else None)
+            if view is not None:
+                if key in self._two_forms and view.is_complex == as_pairs:
+                    with torch.no_grad():
+                        view.show_complex(not as_pairs, optimizer, self.backend)
+                if not (view.is_complex or view.is_elsewhere):
+                    view = None
+            views.append(view)
         return views
 
-    def build(self, optimizer: Any, constructor: Any, groups: Sequence[dict[str, Any]], defaults: Any) -> None:
+    def build(self, optimizer: Any, constructor: Any, groups: Sequence[_Group], defaults: Any) -> None:
         """Run the constructor of the user's class over what ``step`` shows.
 
         Whoever keeps parameters, or views of them (DistributedShampoo its blocks), has those that are trained.
@@ -151,24 +161,31 @@ class _Shards:
             for view in views:
                 view.end(optimizer, self.backend, foreign=False)
 
-    def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[dict[str, Any]]) -> None:
+    def _regroup_stored(self, optimizer: Any, views: list[View], groups: Sequence[_Group]) -> None:
         """Put the engine's parameters into groups that the constructor has made of pieces."""
-        stored: dict[int, nn.Parameter] = {}  # by id of the piece
-        unseen: set[int] = set()  # the constructor has not seen them: this rank has no element of them
+        # By id of the piece.
+        stored = {}
+        # What the constructor has not seen, since this rank has no element of it.
+        unseen = set()
         for view in views:
-            stored.update(dict.fromkeys(map(id, view.pieces), view.parameter))
             if not view.pieces:
                 unseen.add(id(view.parameter))
+            for piece in view.pieces:
+                stored[id(piece)] = view.parameter
         for number, group in enumerate(optimizer.param_groups):
-            kept: dict[int, nn.Parameter] = {}
+            kept = {}
             for member in group["params"]:
                 parameter = stored.get(id(member), member)
                 kept[id(parameter)] = parameter
-            given = list(groups[number]["params"]) if number < len(groups) else []
-            if kept.keys() - set(map(id, given)):  # the class makes groups of its own
-                group["params"][:] = kept.values()
+            given = {}
+            if number < len(groups):
+                given = {id(parameter): parameter for parameter in groups[number]["params"]}
+            if kept.keys() <= given.keys():
+                members = [parameter for key, parameter in given.items() if key in kept or key in unseen]
             else:
-                group["params"][:] = [p for p in given if id(p) in kept or id(p) in unseen]
+                # The class makes groups of its own.
+                members = list(kept.values())
+            group["params"][:] = members
 
     def rest(self, optimizer: Any) -> None:
         """Put the state of all parameters under the engine's, for who reads it, saves it or replaces it."""
@@ -176,7 +193,8 @@ class _Shards:
         getattr(optimizer, "put_vectors_to_rest", bool)()
         with torch.no_grad():
             for view in self._views.values():
-                if view is not None and view.pieces:  # it was shown
+                # One without pieces was not shown yet.
+                if view is not None and view.pieces:
                     view.rest(optimizer, self.backend)
 
     # ------------------------------------------------------------------------------------------ a step
@@ -188,19 +206,21 @@ class _Shards:
         else:
             failed = True
             self.owners.begin()
-            try:  # from here on the other ranks wait for finish(), whatever is raised
+            # From here on the other ranks wait for finish(), whatever is raised.
+            try:
                 result = self._step(optimizer, base_step, closure, kwargs)
                 failed = False
             finally:
                 self.owners.finish(failed)
-        if not self._has_stepped:  # the first time: it raises where the state cannot be sharded
+        if not self._has_stepped:
+            # Once at the first step, since it raises where the state cannot be sharded.
             self._has_stepped = True
             self.rest(optimizer)
         return result
 
     def _step(self, optimizer: Any, base_step: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         """Run it between showing and taking back. Local, but for a closure."""
-        groups: _Groups = []
+        groups = []
         for group in optimizer.param_groups:
             groups.append(list(group["params"]))
         views = self.show(optimizer, gradients=not optimizer.gradients_are_local)
@@ -247,8 +267,10 @@ class _Shards:
     @contextlib.contextmanager
     def _readable(self, optimizer: Any, views: list[View], groups: _Groups) -> Iterator[None]:
         """Context of a closure, which finds in the optimizer what it does between steps."""
-        shown = [list(group["params"]) for group in optimizer.param_groups]
-        states: dict[nn.Parameter, Any] = {}
+        shown = []
+        for group in optimizer.param_groups:
+            shown.append(list(group["params"]))
+        states = {}
         for view in views:
             for piece in view.pieces:
                 if piece in optimizer.state:
@@ -256,7 +278,8 @@ class _Shards:
         _regroup(optimizer, groups)
         yield
         _regroup(optimizer, shown)
-        if self.resting:  # the state was read: the optimizer goes on with its own, of which it may hold parts
+        if self.resting:
+            # The closure has read the state: the optimizer goes on with its own, of which it may hold parts.
             self.resting = False
             for view in views:
                 if view.pieces:
@@ -266,7 +289,8 @@ class _Shards:
 
 def _regroup(optimizer: Any, groups: _Groups) -> None:
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        group["params"][:] = members  # in place: LBFGS keeps the list
+        # In place, since LBFGS keeps the list.
+        group["params"][:] = members
 
 
 def _shown_themselves(optimizer: Any, views: list[View]) -> _Held:
@@ -274,12 +298,14 @@ def _shown_themselves(optimizer: Any, views: list[View]) -> _Held:
     pieces: set[int] = set()
     for view in views:
         pieces.update(map(id, view.pieces))
-    held: _Held = []
+    held = []
     for group in optimizer.param_groups:
         # A flat part without numbers has no gradient, for which many classes do not look.
         members = [parameter for parameter in group["params"] if parameter.numel()]
         group["params"][:] = members
-        held += [(parameter, parameter.data) for parameter in members if id(parameter) not in pieces]
+        for parameter in members:
+            if id(parameter) not in pieces:
+                held.append((parameter, parameter.data))
     return held
 
 
@@ -295,16 +321,21 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
     """Make a subclass of the requested class whose ``step`` works on views of this rank's parts."""
     optimizer_class = request.optimizer_class
     if optimizer_class is torch.optim.LBFGS:
-        optimizer_class = lbfgs_over(backend, [name for group in request.groups for name in group["params"]])
-    shards, base_step = _Shards(request, backend), unhooked_step(optimizer_class)
+        names = []
+        for group in request.groups:
+            names += group["params"]
+        optimizer_class = lbfgs_over(backend, names)
+    shards = _Shards(request, backend)
+    base_step = unhooked_step(optimizer_class)
 
     class Viewing(optimizer_class):  # type: ignore[misc, valid-type]
-        gradients_are_local = False  # no optimizer may see them then; only a closure can make others
+        # No optimizer may see gradients that are local; only a closure can make others.
+        gradients_are_local = False
         _fsshard_owners = shards.owners
 
         if shards.foreign or shards.owners is not None or shards.matrices:
 
-            def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
+            def __init__(self, groups: Sequence[_Group], **defaults: Any) -> None:
                 shards.build(self, super().__init__, groups, defaults)
 
         def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -316,7 +347,8 @@ def viewing_class(request: OptimizerRequest, backend: Backend) -> type[Optimizer
 
         step.hooked = True  # type: ignore[attr-defined]  # ShardedOptimizer runs the hooks
 
-    Viewing.__name__, Viewing.__qualname__ = request.optimizer_class.__name__, request.optimizer_class.__qualname__
+    Viewing.__name__ = request.optimizer_class.__name__
+    Viewing.__qualname__ = request.optimizer_class.__qualname__
     Viewing.__module__ = request.optimizer_class.__module__
     return Viewing
 

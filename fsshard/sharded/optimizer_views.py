@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +52,18 @@ def blocks_of(start: int, stop: int, total: int, threads: int = 1) -> list[Block
     end in a copy as long as the block of the whole is. Each element then sits in the body or the tail as it does in the
     whole. Where torch may use several threads, each gets a stretch of a large tensor, which has a tail of its own.
     """
-    blocks: list[Block] = []
+    blocks = []
     # The elements of one thread (ATen/ParallelOpenMP.h, invoke_parallel).
-    stretch = max(1, _quotient_up(total, _shares(total, threads)))
+    shares = _shares(total, threads)
+    stretch = max(1, _quotient_up(total, shares))
     for origin in range(0, total, stretch):
         end = min(origin + stretch, total)
         first = max(start, origin)
         last = min(stop, end)
         if first >= last:
             continue
-        for block in _blocks_within(first - origin, last - origin, end - origin):
+        of_thread = _blocks_within(first - origin, last - origin, end - origin)
+        for block in of_thread:
             blocks += _evenly(block, first - start, threads)
     return blocks
 
@@ -78,32 +81,42 @@ def _evenly(block: Block, by: int, threads: int) -> list[Block]:
     """Return the block moved ``by`` elements, and cut where threads would not share it at multiples of GRID."""
     start = block.start + by
     stop = block.stop + by
-    shares = _shares(stop - start, threads)
-    rounds = (stop - start) // (shares * GRID)
-    even = max(rounds * shares * GRID, (shares - 1) * GRAIN)
-    if shares == 1 or even == stop - start:
+    length = stop - start
+    shares = _shares(length, threads)
+    round_of_threads = shares * GRID
+    whole_rounds = length // round_of_threads * round_of_threads
+    even = max(whole_rounds, (shares - 1) * GRAIN)
+    if shares == 1 or even == length:
         return [block._replace(start=start, stop=stop)]
-    rest = Block(start + even, stop, 0, 0)
-    return [Block(start, start + even, 0, 0), *_evenly(rest, 0, threads)]
+    middle = start + even
+    rest = Block(middle, stop, 0, 0)
+    shared = Block(start, middle, 0, 0)
+    return [shared, *_evenly(rest, 0, threads)]
 
 
 def _blocks_within(start: int, stop: int, total: int) -> Iterator[Block]:
     """Cut the part [start, stop) of one thread's ``total`` elements at multiples of GRID."""
     edges = {start, stop}
-    for edge in (_quotient_up(start, GRID) * GRID, stop // GRID * GRID):
+    first_on_grid = _quotient_up(start, GRID) * GRID
+    last_on_grid = stop // GRID * GRID
+    for edge in (first_on_grid, last_on_grid):
         if start < edge < stop:
             edges.add(edge)
     for first, last in itertools.pairwise(sorted(edges)):
         origin = first // GRID * GRID
         size = 0
-        if first != origin or (last % GRID and last != total):
+        ends_within = last % GRID and last != total
+        if first != origin or ends_within:
+            # In a copy as long as the block of the whole, so that body and tail are where they are there.
             size = min(origin + GRID, total) - origin
-        yield Block(first - start, last - start, first - origin, size)
+        offset = first - origin
+        yield Block(first - start, last - start, offset, size)
 
 
 # ------------------------------------------------------------------------------------------------ one parameter
 
 
+@dataclass(eq=False)
 class View:
     """A parameter's local part as an optimizer is shown it: in one piece, or in blocks.
 
@@ -117,28 +130,25 @@ class View:
         address: of the local part when the pieces were made, whose ``shape`` it was.
     """
 
-    def __init__(
-        self,
-        entry: Entry,
-        is_complex: bool,
-        *,
-        is_turned: bool = False,  # a whole one is shown with its dims in the user's order
-        part: tuple[int, int, int] | None = None,  # start and stop in the whole and its size, where there are blocks
-        threads: int | None = None,  # share a tensor, and each rounds its own tail; None: all that torch may use
-        matrices: Matrices | None = None,  # as which a whole one is shown; None: as it is shaped
-    ) -> None:
-        self.entry = entry
-        self.parameter = entry.parameter
-        self.is_complex = is_complex
-        self._is_turned = is_turned
-        self._part = part
-        self._threads = threads
-        self._matrices = matrices
-        is_whole = isinstance(entry, WholeEntry)
-        is_plain = part is None and matrices is None and not is_turned and not is_whole
-        self.is_elsewhere = not is_plain or hasattr(entry.parameter, LOCAL_TENSOR)
-        self._may_be_alone = is_plain
-        self._blocks: list[Block] | None = None  # None: shown as it is shaped
+    entry: Entry
+    is_complex: bool
+    # Whether a whole one is shown with its dims in the user's order.
+    is_turned: bool = False
+    # Start and stop in the whole and its size, where there are blocks.
+    part: tuple[int, int, int] | None = None
+    # How many share a tensor, and each rounds its own tail; None: all that torch may use.
+    threads: int | None = None
+    # As which a whole one is shown; None: as it is shaped.
+    matrices: Matrices | None = None
+
+    def __post_init__(self) -> None:
+        self.parameter = self.entry.parameter
+        is_whole = isinstance(self.entry, WholeEntry)
+        is_cut = self.part is not None or self.matrices is not None
+        self._may_be_alone = not (is_cut or self.is_turned or is_whole)
+        self.is_elsewhere = not self._may_be_alone or hasattr(self.parameter, LOCAL_TENSOR)
+        # None: shown as it is shaped.
+        self._blocks: list[Block] | None = None
         self.pieces: list[nn.Parameter] = []
         self.alone: nn.Parameter | None = None
         self.address = 0
@@ -152,10 +162,13 @@ class View:
         self._place_pieces(optimizer, backend, local)
         if gradients:
             self.show_gradient()
-        at_rest = optimizer.state.pop(self.parameter, None) if self.pieces else None
-        for key, value in (at_rest or {}).items():
-            for piece, shown in zip(self.pieces, self._state_shown(value, local), strict=True):
-                optimizer.state.setdefault(piece, {})[key] = shown
+        # Without pieces nobody could have the state, which then stays where it is.
+        if self.pieces:
+            at_rest = optimizer.state.pop(self.parameter, {})
+            for key, value in at_rest.items():
+                states = self._state_shown(value, local)
+                for piece, shown in zip(self.pieces, states, strict=True):
+                    optimizer.state.setdefault(piece, {})[key] = shown
         return self.pieces
 
     def show_complex(self, shown: bool, optimizer: Any, backend: Backend) -> None:
@@ -167,29 +180,36 @@ class View:
 
     def _place_pieces(self, optimizer: Any, backend: Backend, local: Tensor) -> None:
         blocks = None
-        if self._part is not None:
-            blocks = blocks_of(*self._part, self._threads or torch.get_num_threads())
-        if blocks != self._blocks or not self._is_in_place(local):
+        if self.part is not None:
+            threads = self.threads or torch.get_num_threads()
+            blocks = blocks_of(*self.part, threads)
+        same_blocks = blocks == self._blocks
+        if not same_blocks or not self._is_in_place(local):
             # In the same blocks the pieces stay the objects that the optimizer knows, and get other memory.
-            stay = bool(self.pieces) and blocks == self._blocks and self.shape == local.shape
+            same_shape = self.shape == local.shape
+            stay = same_blocks and same_shape and bool(self.pieces)
             if not stay:
                 self.rest(optimizer, backend)
             self._blocks = blocks
             self._place_over(local, stay)
+        requires_grad = self.parameter.requires_grad
         for piece in self.pieces:
-            if piece.requires_grad != self.parameter.requires_grad:
-                piece.requires_grad_(self.parameter.requires_grad)
+            if piece.requires_grad != requires_grad:
+                piece.requires_grad_(requires_grad)
 
     def _place_over(self, local: Tensor, stay: bool) -> None:
         values = self._cut(local)
-        if not stay or [piece.dtype for piece in self.pieces] != [value.dtype for value in values]:
-            self.pieces = [nn.Parameter(value, self.parameter.requires_grad) for value in values]
-            for piece in self.pieces:
+        if not stay or self.pieces[0].dtype != values[0].dtype:
+            self.pieces = []
+            for value in values:
+                piece = nn.Parameter(value, self.parameter.requires_grad)
                 piece.__dict__.update(attributes_of(self.parameter))
+                self.pieces.append(piece)
         memory = memory_of(local)
         for piece, value in zip(self.pieces, values, strict=True):
             if stay and memory_of(value) != memory:
-                piece.data.copy_(value)  # a padded copy, or a mode: an optimizer may keep views of its memory
+                # A padded copy, or a mode: an optimizer may keep views of its memory.
+                piece.data.copy_(value)
             else:
                 piece.data = value
         self.address = local.data_ptr()
@@ -198,46 +218,66 @@ class View:
 
     def _is_in_place(self, local: Tensor) -> bool:
         """Return whether the one piece lies over ``local``."""
-        # It keeps its memory alive, so that the same address is the same memory; what an engine has freed has none.
-        if self._blocks is not None or len(self.pieces) != 1 or self.shape != local.shape:
+        if self._blocks is not None or len(self.pieces) != 1:
             return False
+        if self.shape != local.shape:
+            return False
+        # A piece keeps its memory alive: the same address is the same memory. What an engine has freed has none.
         return self.pieces[0].data_ptr() == local.data_ptr() == self.address
 
     def show_gradient(self) -> None:
         """Let the pieces have the engine's gradient, or none."""
         gradient = self.entry.grad()
-        parts = None if gradient is None else self._cut(gradient.detach())
-        for place, piece in enumerate(self.pieces):
-            piece.grad = None if parts is None else parts[place]
+        if gradient is None:
+            for piece in self.pieces:
+                piece.grad = None
+            return
+        parts = self._cut(gradient.detach())
+        for piece, part in zip(self.pieces, parts, strict=True):
+            piece.grad = part
 
     def end(self, optimizer: Any, backend: Backend, *, foreign: bool) -> None:
         """Write back what the optimizer has computed elsewhere, and take its gradients, which are the engine's."""
-        gradients: set[int] = set()
-        if foreign:
-            gradients = {memory_of(piece.grad) for piece in self.pieces if piece.grad is not None}
+        keeps_gradient = foreign and self._keeps_gradient(optimizer)
         for piece in self.pieces:
             piece.grad = None
-        if not self._is_in_place(self.entry.local()):
+        local = self.entry.local()
+        if not self._is_in_place(local):
             self.write_back()
-        values: list[Any] = []
-        for piece in self.pieces if gradients else ():
-            values += optimizer.state.get(piece, {}).values()
-        if any(isinstance(value, Tensor) and memory_of(value) in gradients for value in values):
-            self.rest(optimizer, backend)  # the engine will use the gradient's memory again
+        if keeps_gradient:
+            # The engine will use the gradient's memory again; state at rest has memory of its own.
+            self.rest(optimizer, backend)
+
+    def _keeps_gradient(self, optimizer: Any) -> bool:
+        """Return whether state lies in the memory of a gradient, which classes of others may keep."""
+        gradients = set()
+        for piece in self.pieces:
+            if piece.grad is not None:
+                gradients.add(memory_of(piece.grad))
+        for piece in self.pieces:
+            for value in optimizer.state.get(piece, {}).values():
+                if isinstance(value, Tensor) and memory_of(value) in gradients:
+                    return True
+        return False
 
     def write_back(self) -> None:
         """Write into the local part what the pieces hold and is not in its memory already."""
-        self._write([piece.detach() for piece in self.pieces], self.entry.local())
+        values = [piece.detach() for piece in self.pieces]
+        self._write(values, self.entry.local())
 
     def take_gradient(self, backend: Backend) -> None:
         """Let the engine's gradient be what the optimizer has left: dropped, or changed in a padded copy."""
         gradient = self.entry.grad()
         if gradient is None:
             return
-        parts = [piece.grad for piece in self.pieces if piece.grad is not None]
+        parts = []
+        for piece in self.pieces:
+            if piece.grad is not None:
+                parts.append(piece.grad)
         if len(parts) < len(self.pieces):
+            # The optimizer has dropped it.
             backend.zero_grad([self.entry], set_to_none=True)
-        elif self._blocks is not None or self._matrices is not None:
+        elif self._blocks is not None or self.matrices is not None:
             self._write(parts, gradient.detach())
 
     # ------------------------------------------------------------------------------------------ state
@@ -248,42 +288,52 @@ class View:
         is_tensor = isinstance(value, Tensor)
         if is_tensor and value.shape == local.shape and not value.is_complex():
             return self._cut(value)
-        if self._matrices is not None:
-            if is_tensor and value.shape == self.entry.shape:  # a real number per complex one
-                return self._matrices.cut(value)
-            return self._matrices.state_of_pieces(value, len(self.pieces))
-        # A step counter is counted up in place, by each piece.
-        others = [value.clone() if is_tensor else value for _ in self.pieces[1:]]
-        return [value, *others]
+        if self.matrices is not None:
+            if is_tensor and value.shape == self.entry.shape:
+                # A real number for each complex one.
+                return self.matrices.cut(value)
+            return self.matrices.state_of_pieces(value, len(self.pieces))
+        states = [value]
+        for _ in self.pieces[1:]:
+            # A step counter is counted up in place, by each piece.
+            states.append(value.clone() if is_tensor else value)
+        return states
 
     def _as_at_rest(self, value: Any, local: Tensor) -> Any:
         """Return state as it lies at rest, of which a user may have put what ``p.data`` is like: ``zeros_like`` it."""
-        part: Tensor | None = getattr(value, LOCAL_TENSOR, None)
+        part = getattr(value, LOCAL_TENSOR, None)
         if part is None:
             return value
         is_complex = part.is_complex() and not local.is_complex()
-        if part.numel() * (1 + is_complex) == local.numel():
-            return self.entry.kind.to_stored(part).reshape(local.shape)
+        numel = part.numel()
+        if is_complex:
+            numel *= 2
+        if numel == local.numel():
+            stored = self.entry.kind.to_stored(part)
+            return stored.reshape(local.shape)
         return part
 
     def rest(self, optimizer: Any, backend: Backend) -> None:
         """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
         states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
-        if len({frozenset(state) for state in states}) > 1:
+        keys = {frozenset(state) for state in states}
+        if len(keys) > 1:
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps different state for different parts of {self.entry.name!r}"
             )
-        if not states or not states[0]:
+        # No piece, or no state yet.
+        if not any(keys):
             return
         self._check_can_rest(states[0], optimizer, backend)
         local = self.entry.local()
-        at_rest: dict[str, Any] = {}
+        at_rest = {}
         for key, first in states[0].items():
             values = [state[key] for state in states]
             if self._is_shaped(first):
-                at_rest[key] = self._memory_at_rest(first, local)
-                self._write(values, at_rest[key])
-            elif self._matrices is not None:
+                memory = self._memory_at_rest(first, local)
+                self._write(values, memory)
+                at_rest[key] = memory
+            elif self.matrices is not None:
                 at_rest[key] = self._state_of_matrices(key, values)
             else:
                 at_rest[key] = first
@@ -291,21 +341,24 @@ class View:
 
     def _is_shaped(self, value: Any) -> bool:
         """Return whether a piece's state is a tensor with an element for each of the piece."""
-        is_plain = isinstance(value, Tensor) and not is_composite(value)
-        return is_plain and value.dim() > 0 and value.shape == self.pieces[0].shape
+        if not isinstance(value, Tensor) or is_composite(value):
+            return False
+        return value.dim() > 0 and value.shape == self.pieces[0].shape
 
     def _check_can_rest(self, state: dict[str, Any], optimizer: Any, backend: Backend) -> None:
         """Raise for state of the first piece that could not be put together."""
-        is_part = backend.facts.divides == "elements" and not isinstance(self.entry, WholeEntry)
+        is_whole = isinstance(self.entry, WholeEntry)
+        is_part = backend.facts.divides == "elements" and not is_whole
         for key, value in state.items():
+            what = None
             if self._is_shaped(value):
                 # A real number per complex one has no place in a part of pairs.
-                if not is_part or value.is_complex() == self.pieces[0].is_complex():
-                    continue
-                what = str(value.dtype)
-            elif self._matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
+                if is_part and value.is_complex() != self.pieces[0].is_complex():
+                    what = value.dtype
+            elif self.matrices is None and len(self.pieces) > 1 and (has_arrays(value) or holds_objects(value)):
+                # Each piece has one of its own, and nobody knows how they belong together.
                 what = "something of a different shape"
-            else:
+            if what is None:
                 continue
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps state {key!r} as {what} for complex weights; "
@@ -314,9 +367,10 @@ class View:
 
     def _state_of_matrices(self, key: str, values: list[Any]) -> Any:
         """Return as one value what is not shaped as the matrices are."""
-        assert self._matrices is not None
-        value = self._matrices.state_at_rest(values)
-        if isinstance(value, Tensor) and value.shape in (self.entry.stored_shape, self.entry.shape):
+        assert self.matrices is not None
+        value = self.matrices.state_at_rest(values)
+        shapes = (self.entry.stored_shape, self.entry.shape)
+        if isinstance(value, Tensor) and value.shape in shapes:
             raise OptimizerError(
                 f"state {key!r} of {self.entry.name!r} has the weight's shape {tuple(value.shape)}, and is none of its "
                 "matrices: a checkpoint could not tell; keep its transpose, or keep it in a list"
@@ -326,16 +380,23 @@ class View:
     def _memory_at_rest(self, piece: Tensor, local: Tensor) -> Tensor:
         """Return memory for a state whose piece is ``piece``: its own, unless it is the engine's gradient."""
         if piece.is_complex() != self.is_complex:
-            return torch.zeros_like(self._seen(local), dtype=piece.dtype)  # a real number per complex one
+            # A real number for each complex one.
+            seen = self._seen(local)
+            return torch.zeros_like(seen, dtype=piece.dtype)
         real = torch.view_as_real(piece) if piece.is_complex() else piece
-        gradient = self.entry.grad()
-        own = gradient is None or memory_of(piece) != memory_of(gradient)
-        own = own and (self._matrices is None or self._matrices.how == "matrix")
         # With its strides where they can be kept: a square factor's eigenvectors lie in columns, and products round so.
-        fits = piece.is_contiguous() or real.shape == local.shape
-        if own and fits and self._blocks is None and not self._is_turned:
-            return real.view(local.shape)
+        has_strides = piece.is_contiguous() or real.shape == local.shape
+        if has_strides and self._is_laid_as_at_rest():
+            gradient = self.entry.grad()
+            if gradient is None or memory_of(piece) != memory_of(gradient):
+                return real.view(local.shape)
         return torch.zeros_like(local, dtype=real.dtype)
+
+    def _is_laid_as_at_rest(self) -> bool:
+        """Return whether the one piece has its elements in the order of the local part."""
+        if self._blocks is not None or self.is_turned:
+            return False
+        return self.matrices is None or self.matrices.how == "matrix"
 
     # ------------------------------------------------------------------------------------------ pieces
 
@@ -346,31 +407,33 @@ class View:
         seen = local
         if pieces[0].is_complex() == self.is_complex:
             seen = self._seen(local)
-        if self._matrices is not None:
-            _write_to(seen, self._matrices.put_together(pieces, seen.shape))
+        if self.matrices is not None:
+            value = self.matrices.put_together(pieces, seen.shape)
+            _write_to(seen, value)
         elif self._blocks is None:
             _write_to(seen, pieces[0])
         else:
             flat = seen.view(-1)
             for block, piece in zip(self._blocks, pieces, strict=True):
+                target = flat[block.start : block.stop]
                 if block.size:
-                    piece = piece[block.offset :][: block.stop - block.start]
-                _write_to(flat[block.start : block.stop], piece)
+                    piece = piece.narrow(0, block.offset, len(target))
+                _write_to(target, piece)
 
     def _cut(self, local: Tensor) -> list[Tensor]:
         """Return the pieces of a tensor shaped like the local part, over its memory except at padded blocks."""
         seen = self._seen(local)
-        if self._matrices is not None:
-            return self._matrices.cut(seen)
+        if self.matrices is not None:
+            return self.matrices.cut(seen)
         if self._blocks is None:
             return [seen]
         flat = seen.reshape(-1)
-        pieces: list[Tensor] = []
+        pieces = []
         for block in self._blocks:
             piece = flat[block.start : block.stop]
             if block.size:
                 padded = flat.new_zeros(block.size)
-                padded[block.offset : block.offset + piece.numel()] = piece
+                padded.narrow(0, block.offset, len(piece)).copy_(piece)
                 piece = padded
             pieces.append(piece)
         return pieces
@@ -378,14 +441,17 @@ class View:
     def _seen(self, local: Tensor) -> Tensor:
         shown = local
         if self.is_complex and not local.is_complex():
-            # A flat shard is of whole numbers.
-            pairs = local if local.dim() > 1 else local.view(local.numel() // 2, 2)
+            pairs = local
+            if local.dim() == 1:
+                # A flat shard is of whole numbers: no pair is cut.
+                pairs = local.view(local.numel() // 2, 2)
             shown = torch.view_as_complex(viewable(pairs))
-        if not self._is_turned or local.shape != self.entry.stored_shape:
+        if not self.is_turned or local.shape != self.entry.stored_shape:
             return shown
         kind = self.entry.kind
         if shown.dim() == len(kind.order):
             return kind.turn_back(shown)
+        # Pairs have one dim more, which stays the last.
         return shown.permute(*kind.way_back, -1)
 
 
@@ -419,9 +485,15 @@ def pieces_in_place(
         piece = view.alone
         parameter = view.parameter
         local = getattr(parameter, LOCAL_TENSOR, parameter)
-        if local.data_ptr() != view.address or piece.data_ptr() != view.address or local.shape != view.shape:
+        address = view.address
+        # The engine has other memory for it, or somebody has put the piece elsewhere.
+        if local.data_ptr() != address or local.shape != view.shape:
             continue
-        if id(parameter) in at_rest or piece.requires_grad != parameter.requires_grad:
+        if piece.data_ptr() != address:
+            continue
+        if id(parameter) in at_rest:
+            continue
+        if piece.requires_grad != parameter.requires_grad:
             continue
         pieces[-1] = piece
         if not gradients:
@@ -435,9 +507,12 @@ def pieces_in_place(
             piece.grad = part
             continue
         try:
-            pairs = part if part.dim() > 1 else part.view(part.numel() // 2, 2)
+            pairs = part
+            if part.dim() == 1:
+                pairs = part.view(part.numel() // 2, 2)
             piece.grad = torch.view_as_complex(pairs)
-        except RuntimeError:  # it begins at an odd place
+        except RuntimeError:
+            # A part that begins at an odd place has no complex view, and is copied.
             view.show_gradient()
     return pieces
 
@@ -449,6 +524,7 @@ def end_all(views: Sequence[View], optimizer: Any, backend: Backend, *, foreign:
         if piece is not None and not foreign:
             piece.grad = None
             local = getattr(view.parameter, LOCAL_TENSOR, view.parameter)
-            if local.data_ptr() == view.address == piece.data_ptr() and local.shape == view.shape:
+            is_there = local.data_ptr() == view.address == piece.data_ptr()
+            if is_there and local.shape == view.shape:
                 continue
         view.end(optimizer, backend, foreign=foreign)

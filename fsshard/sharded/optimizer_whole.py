@@ -7,6 +7,7 @@ they own, and its state. :mod:`fsshard.sharded.optimizer_step` shows these to th
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,13 +25,23 @@ from fsshard.torch_private.tensors import version_of
 
 T = TypeVar("T")
 
+Joined = tuple[dict[Entry, Tensor | None], bool]
+"""Whole tensors of what this rank owns, None where no rank has a part; and whether the flag is set on any rank."""
+Received = list[tuple[Tensor, ...]]
+"""From each rank, its header and the tensors behind it."""
 BUCKET_BYTES = 2**25
 """Most bytes of whole parameters whose shards are sent together. There are buffers of two at a time, each with as many
 bytes divided by the ranks."""
 CHUNK = 65521
 """Numbers of a shard that are summed at a time."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Bytes of a number -> the integers that have its bits; two for a long one, since sums in 64 bits lose its sign."""
+BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    # Two of them, since sums in 64 bits would lose its sign.
+    8: torch.int32,
+}
+"""Bytes of a number -> the integers that have its bits."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,11 +61,16 @@ class WholeEntry(Entry):
     @classmethod
     def of(cls, entry: Entry) -> WholeEntry:
         """Return the entry with memory for the whole, still without values."""
-        settings = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Entry)}
+        settings = {}
+        for field in dataclasses.fields(Entry):
+            settings[field.name] = getattr(entry, field.name)
+        # Its owner has all of it, as if nothing divided it.
         settings["group"] = None
         settings["cut"] = None
+        numel = entry.stored_shape.numel()
         # Memory of its own, which torch aligns to 64 bytes: matrix products round by the address.
-        flat = torch.empty(entry.stored_shape.numel(), dtype=entry.parameter.dtype, device=entry.local().device)
+        device = entry.local().device
+        flat = torch.empty(numel, dtype=entry.parameter.dtype, device=device)
         whole = _laid(entry, flat)
         elements = whole if entry.cut is None else flat
         return cls(**settings, elements=elements, whole=whole)
@@ -76,11 +92,14 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
     # Products of a matrix with itself take elements times its smaller side.
     work = {}
     for name, shape in shapes.items():
-        smaller_side = min(shape[0], shape[1:].numel()) if shape else 1
+        smaller_side = 1
+        if shape:
+            other_side = shape[1:].numel()
+            smaller_side = min(shape[0], other_side)
         work[name] = shape.numel() * smaller_side
     loads = [0] * ranks
     owners = {}
-    for name in sorted(work, key=lambda name: -work[name]):
+    for name in sorted(work, key=work.__getitem__, reverse=True):
         rank = loads.index(min(loads))
         owners[name] = rank
         loads[rank] += work[name]
@@ -90,9 +109,10 @@ def deal(shapes: Mapping[str, torch.Size], ranks: int) -> dict[str, int]:
 def _laid(entry: Entry, flat: Tensor) -> Tensor:
     """Return the stored tensor of all elements with the strides that it has in a bare model."""
     whole = shaped(entry, flat)
-    if entry.cut is None and entry.local().stride() != whole.stride():
+    local = entry.local()
+    if entry.cut is None and local.stride() != whole.stride():
         # FSDP1 on one rank keeps strides itself.
-        whole = torch.empty_like(entry.local()).copy_(whole)
+        whole = torch.empty_like(local).copy_(whole)
     return whole
 
 
@@ -108,13 +128,16 @@ class Owners:
         self._entries = [backend.entries[name] for name in names]
         group = self._entries[0].group
         assert group is not None, "an engine that divides parameters has a group"
-        self.owner = deal({entry.name: entry.shape for entry in self._entries}, group.size())
-        self.mine: dict[str, WholeEntry] = {}
+        shapes = {entry.name: entry.shape for entry in self._entries}
+        self.owner = deal(shapes, group.size())
+        self.mine = {}
         for entry in self._entries:
             if self.owner[entry.name] == group.rank():
                 self.mine[entry.name] = WholeEntry.of(entry)
-        device = backend.settings.device
-        self._buckets = [_Bucket(entries, self.owner, group, device) for entries in _divided(self._entries)]
+        self._buckets = []
+        for entries in _divided(self._entries):
+            bucket = _Bucket(entries, self.owner, group, backend.settings.device)
+            self._buckets.append(bucket)
         self._receive_weights()
         self._marks = self._mark()
 
@@ -124,14 +147,14 @@ class Owners:
         # By load(), an average that is swapped in, or an initialisation.
         is_changed = self._marks != self._mark()
         is_changed_somewhere = False
-        exchanges = (bucket.to_owners(_gradients(bucket), is_changed) for bucket in self._buckets)
+        exchanges = (bucket.to_owners(Entry.grad, is_changed) for bucket in self._buckets)
         for wholes, is_changed_on_any in _overlapped(exchanges):
             is_changed_somewhere |= is_changed_on_any
             for entry, whole in wholes.items():
                 if whole is not None:
                     whole = _laid(entry, whole)
                 self.mine[entry.name].gradient = whole
-        # All ranks have heard of it.
+        # All ranks come to the same answer, and so to this collective or past it.
         if is_changed_somewhere:
             self._receive_weights()
 
@@ -142,44 +165,44 @@ class Owners:
         Raises:
             OptimizerError: another rank's step has raised.
         """
-        elements: dict[str, Tensor] = {}
-        for name, entry in self.mine.items():
-            # There is room then for what is sent.
+        for entry in self.mine.values():
+            # Its memory is free then for what is sent.
             entry.gradient = None
-            elements[name] = entry.elements
-        failed_ranks: set[int] = set()
-        for ranks in _overlapped(bucket.to_shards(elements, failed) for bucket in self._buckets):
+        failed_ranks = set()
+        exchanges = (bucket.to_shards(self.mine, failed) for bucket in self._buckets)
+        for ranks in _overlapped(exchanges):
             failed_ranks |= ranks
         self._marks = self._mark()
+        # A rank whose own step has raised says why itself.
         if failed_ranks and not failed:
+            first = min(failed_ranks)
             raise OptimizerError(
-                f"the optimizer's step raised on rank {min(failed_ranks)}, which owns some parameters (whole=True); "
+                f"the optimizer's step raised on rank {first}, which owns some parameters (whole=True); "
                 "its error says why. Some weights are updated and others are not: load a checkpoint"
             )
 
     def _receive_weights(self) -> None:
-        exchanges = (bucket.to_owners(_shards(bucket), False) for bucket in self._buckets)
+        exchanges = (bucket.to_owners(Entry.local, False) for bucket in self._buckets)
         for wholes, _ in _overlapped(exchanges):
-            for entry, whole in wholes.items():
-                assert whole is not None, "every rank has sent its part"
-                self.mine[entry.name].whole.copy_(shaped(entry, whole))
+            for entry, received in wholes.items():
+                assert received is not None, "every rank has sent its part"
+                whole = self.mine[entry.name].whole
+                stored = shaped(entry, received)
+                whole.copy_(stored)
 
     def _mark(self) -> list[int]:
         """Return what changes when a shard is written: how often that was, and for ``p.data`` a sum of its bits."""
-        shards = [entry.local() for entry in self._entries]
-        marks = [version_of(shard) for shard in shards]
-        sums = torch.stack([_sum_of_bits(shard) for shard in shards])
-        if _has_values(sums):
-            marks += sums.tolist()
+        marks = []
+        sums = []
+        for entry in self._entries:
+            shard = entry.local()
+            marks.append(version_of(shard))
+            sums.append(_sum_of_bits(shard))
+        # One copy to the host for all of them.
+        sums_of_all = torch.stack(sums)
+        if _has_values(sums_of_all):
+            marks += sums_of_all.tolist()
         return marks
-
-
-def _gradients(bucket: _Bucket) -> dict[str, Tensor | None]:
-    return {entry.name: entry.grad() for entry in bucket.entries}
-
-
-def _shards(bucket: _Bucket) -> dict[str, Tensor]:
-    return {entry.name: entry.local() for entry in bucket.entries}
 
 
 def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -195,12 +218,17 @@ def _overlapped(exchanges: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 def _sum_of_bits(shard: Tensor) -> Tensor:
     """Weighted by the place, so that other signs and another order are another sum."""
-    bits = shard.reshape(-1).view(BITS[shard.element_size()])
+    integers = BITS[shard.element_size()]
+    bits = shard.reshape(-1).view(integers)
     # A bounded part at a time is there in 64 bits.
     chunks = bits.split(CHUNK)
-    # Cubes, since sums of the places alone are often equal: 1 + 2 = 3. Odd ones, whose products keep the sign bit.
-    weights = (2 * torch.arange(len(chunks[0]), device=shard.device) + 1) ** 3
-    sums: list[Tensor] = []
+    longest = len(chunks[0])
+    places = torch.arange(longest, device=shard.device)
+    # Odd numbers, whose products keep the sign bit.
+    odd = 2 * places + 1
+    # Cubes, since sums of the places alone are often equal: 1 + 2 = 3.
+    weights = odd**3
+    sums = []
     for place, chunk in enumerate(chunks, start=1):
         weighted = chunk * weights[: len(chunk)]
         sums.append(weighted.sum() * place)
@@ -214,9 +242,9 @@ def _has_values(tensor: Tensor) -> bool:
 
 def _divided(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Divide parameters into buckets of one dtype, of at most BUCKET_BYTES if there are several in it."""
-    by_dtype: dict[torch.dtype, list[Entry]] = {}
+    by_dtype = defaultdict(list)
     for entry in entries:
-        by_dtype.setdefault(entry.parameter.dtype, []).append(entry)
+        by_dtype[entry.parameter.dtype].append(entry)
     for alike in by_dtype.values():
         yield from batches(alike, _nbytes, BUCKET_BYTES)
 
@@ -235,115 +263,135 @@ class _Bucket:
     def __init__(
         self, entries: list[Entry], owner: Mapping[str, int], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self.entries = entries
         self._group = group
         self._device = device
         self._dtype = entries[0].parameter.dtype
+        # By rank, what it owns.
         self._of_owner: list[list[Entry]] = [[] for _ in range(group.size())]
         for entry in entries:
-            self._of_owner[owner[entry.name]].append(entry)
+            rank = owner[entry.name]
+            self._of_owner[rank].append(entry)
         self._mine = self._of_owner[group.rank()]
 
-    def to_owners(
-        self, parts: Mapping[str, Tensor | None], flag: bool
-    ) -> Callable[[], tuple[dict[Entry, Tensor | None], bool]]:
+    def to_owners(self, part_of: Callable[[Entry], Tensor | None], flag: bool) -> Callable[[], Joined]:
         """Send parts; end with whole flat tensors of what this rank owns, None where no rank has a part. Collective.
 
         Args:
-            parts: this rank's, by name.
-            flag: which is returned as True everywhere if it is on any rank.
+            part_of: looks up what this rank has of an entry; None if nothing.
+            flag: returned as True everywhere if it is on any rank.
         """
-        outgoing: list[list[Tensor]] = []
+        outgoing = []
+        headers = []
         for entries in self._of_owner:
-            message = [self._header(entries, parts, flag)]
-            message += [self._flat(entry, parts[entry.name]) for entry in entries]
+            # The flag, and for each entry whether this rank has a part of it.
+            header = [flag]
+            flat_parts = []
+            for entry in entries:
+                part = part_of(entry)
+                header.append(part is not None)
+                flat_parts.append(self._flat(entry, part))
+            headers.append(header)
+            message = [self._flags(header), *flat_parts]
             outgoing.append(message)
-        sizes: list[list[int]] = []
+        sizes = []
+        header_length = 1 + len(self._mine)
         for rank in range(self._group.size()):
-            lengths = [1 + len(self._mine)]
+            lengths = [header_length]
             for entry in self._mine:
                 start, stop = entry.part(rank)
                 lengths.append(stop - start)
             sizes.append(lengths)
-        exchanged = self._exchange(outgoing, sizes)
-        own = [flag, *(parts[entry.name] is not None for entry in self._mine)]
-        return lambda: self._joined(exchanged(), own)
+        received = self._exchange(outgoing, sizes)
+        own_header = headers[self._group.rank()]
+        return lambda: self._joined(received(), own_header)
 
-    def _header(self, entries: Iterable[Entry], parts: Mapping[str, Tensor | None], flag: bool) -> Tensor:
-        """Return the flag, and for each entry whether this rank has a part of it."""
-        return self._flags([flag, *(parts[entry.name] is not None for entry in entries)])
-
-    def _joined(
-        self, received: Sequence[tuple[Tensor, ...]], own: Sequence[bool]
-    ) -> tuple[dict[Entry, Tensor | None], bool]:
-        headers = torch.stack([header for header, *_ in received])
-        # By number of the flag, whether it is set on any rank.
-        on_any = own
+    def _joined(self, received: Received, own_header: Sequence[bool]) -> Joined:
+        headers = torch.stack([pieces[0] for pieces in received])
+        # For each flag, whether it is set on any rank; an estimate knows this rank's alone.
+        on_any = own_header
         if _has_values(headers):
-            on_any = headers.bool().any(dim=0).tolist()
+            is_set = headers.bool().any(dim=0)
+            on_any = is_set.tolist()
         wholes: dict[Entry, Tensor | None] = {}
         for number, entry in enumerate(self._mine, start=1):
             wholes[entry] = None
             if not on_any[number]:
                 continue
+            numel = entry.stored_shape.numel()
             device = entry.local().device
-            whole = torch.empty(entry.stored_shape.numel(), dtype=self._dtype, device=device)
+            whole = torch.empty(numel, dtype=self._dtype, device=device)
             for rank, pieces in enumerate(received):
                 start, stop = entry.part(rank)
-                whole[start:stop].copy_(pieces[number])
+                whole[start:stop] = pieces[number]
             wholes[entry] = whole
         return wholes, bool(on_any[0])
 
-    def to_shards(self, wholes: Mapping[str, Tensor], flag: bool) -> Callable[[], set[int]]:
-        """Send what owners have; end with it written into shards, and the ranks whose flag is set. Collective."""
-        outgoing: list[list[Tensor]] = []
+    def to_shards(self, owned: Mapping[str, WholeEntry], flag: bool) -> Callable[[], set[int]]:
+        """Send rows of what this rank owns; end with shards written, and the ranks whose flag is set. Collective."""
+        outgoing = []
         for rank in range(self._group.size()):
             message = [self._flags([flag])]
             for entry in self._mine:
                 start, stop = entry.part(rank)
-                message.append(wholes[entry.name].reshape(-1)[start:stop])
+                flat = owned[entry.name].elements.reshape(-1)
+                rows = flat[start:stop]
+                message.append(rows)
             outgoing.append(message)
-        sizes = [[1, *(entry.local().numel() for entry in entries)] for entries in self._of_owner]
-        exchanged = self._exchange(outgoing, sizes)
-        return lambda: self._written(exchanged())
+        sizes = []
+        for entries in self._of_owner:
+            numels = [entry.local().numel() for entry in entries]
+            sizes.append([1, *numels])
+        received = self._exchange(outgoing, sizes)
+        return lambda: self._written(received())
 
-    def _written(self, received: Sequence[tuple[Tensor, ...]]) -> set[int]:
-        for entries, (_, *pieces) in zip(self._of_owner, received, strict=True):
+    def _written(self, received: Received) -> set[int]:
+        headers = []
+        for entries, of_rank in zip(self._of_owner, received, strict=True):
+            header, *pieces = of_rank
+            headers.append(header)
             for entry, piece in zip(entries, pieces, strict=True):
                 shard = entry.local()
                 shard.copy_(piece.view(shard.shape))
-        flags = torch.cat([header for header, *_ in received])
+        flags = torch.cat(headers)
         if not _has_values(flags):
             return set()
-        return {rank for rank, is_set in enumerate(flags.tolist()) if is_set}
+        ranks = flags.nonzero().flatten()
+        return set(ranks.tolist())
 
     def _flags(self, flags: Sequence[bool]) -> Tensor:
-        return torch.tensor([float(flag) for flag in flags], dtype=self._dtype, device=self._device)
+        return torch.tensor(flags, dtype=self._dtype, device=self._device)
 
     def _flat(self, entry: Entry, part: Tensor | None) -> Tensor:
         if part is None:
-            return torch.zeros(entry.local().numel(), dtype=self._dtype, device=self._device)
-        return part.detach().reshape(-1).to(self._device, self._dtype)
+            # Its place in the message must not be empty: all ranks cut messages by the same sizes.
+            numel = entry.local().numel()
+            return torch.zeros(numel, dtype=self._dtype, device=self._device)
+        flat = part.detach().reshape(-1)
+        return flat.to(self._device, self._dtype)
 
-    def _exchange(
-        self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
-    ) -> Callable[[], list[tuple[Tensor, ...]]]:
+    def _exchange(self, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]) -> Callable[[], Received]:
         """Send ``outgoing[rank]`` to each rank; end with what came from each, cut into tensors of these sizes."""
-        pieces: list[Tensor] = []
-        lengths_sent: list[int] = []
+        pieces = []
+        lengths_sent = []
         for message in outgoing:
-            pieces += [piece.to(self._device) for piece in message]
-            lengths_sent.append(sum(piece.numel() for piece in message))
+            length = 0
+            for piece in message:
+                length += piece.numel()
+                pieces.append(piece.to(self._device))
+            lengths_sent.append(length)
         sent = torch.cat(pieces)
         lengths = [sum(of_rank) for of_rank in sizes]
         received = sent.new_empty(sum(lengths))
         work = dist.all_to_all_single(received, sent, lengths, lengths_sent, group=self._group, async_op=True)
 
-        def end() -> list[tuple[Tensor, ...]]:
-            # Of one rank on some backends it is done already.
+        def end() -> Received:
+            # Some backends are done with a group of one rank at once, and return nothing to wait for.
             if work is not None:
                 work.wait()
-            parts = zip(received.split(lengths), sizes, strict=True)
-            return [part.split(list(of_rank)) for part, of_rank in parts]
+            of_ranks = []
+            parts = received.split(lengths)
+            for part, of_rank in zip(parts, sizes, strict=True):
+                of_ranks.append(part.split(list(of_rank)))
+            return of_ranks
 
         return end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,8 @@ def refuse_hooks(entry: Entry, backend: Backend) -> None:
 
     FSDP2 itself calls the hooks of ``register_post_accumulate_grad_hook``, with the reduced gradient (torch 2.13).
     """
-    attributes, refuse = vars(entry.parameter), functools.partial(_refuse_hook, entry.name, backend.name)
+    attributes = vars(entry.parameter)
+    refuse = functools.partial(_refuse_hook, entry.name, backend.name)
     attributes["register_hook"] = refuse
     if not backend.facts.has_dtensors:
         attributes["register_post_accumulate_grad_hook"] = refuse
@@ -68,12 +69,18 @@ class _Hollow(Tensor):
         name = getattr(func, "__name__", "")
         is_attribute = name in ("__get__", "__set__", "__delete__")
         if name == "__set__" and func.__self__ is DATA:
-            is_attribute, name = False, ".data = ..."
+            is_attribute = False
+            name = ".data = ..."
         if not (is_attribute or HAS_FORM.fullmatch(name)):
-            raise FsshardError(f"{'torch.autograd.grad' if func is torch.autograd.grad else name}: {NO_VALUES}")
+            if func is torch.autograd.grad:
+                name = "torch.autograd.grad"
+            raise FsshardError(f"{name}: {NO_VALUES}")
         with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return result.as_subclass(_Hollow) if type(result) is Tensor and result.is_meta else result
+        if type(result) is Tensor and result.is_meta:
+            # What is made of it has no values either.
+            return result.as_subclass(_Hollow)
+        return result
 
 
 class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
@@ -87,7 +94,8 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
     __torch_function__ = _Hollow.__torch_function__
     __reduce_ex__ = refuse_parameter
     data: Any = Tensor.data
-    is_meta = False  # else torch.nn.init.orthogonal_ does nothing, and says nothing (torch 2.13)
+    # On meta tensors torch.nn.init.orthogonal_ does nothing, and says nothing (torch 2.13).
+    is_meta = False
 
     _fsshard_entry: Entry
     _fsshard_backend: Backend
@@ -108,18 +116,19 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
 
     @property
     def grad(self) -> Tensor | None:
-        if hasattr(self._fsshard_entry.parameter, LOCAL_TENSOR):
+        entry = self._fsshard_entry
+        if hasattr(entry.parameter, LOCAL_TENSOR):
             # FSDP2 holds a complex one as a list of its numbers, cut between any two of them. The gradient is a DTensor
             # of one dimension over the engine's memory: what is done number by number, and norms, are right on it.
-            gradient = even_gradient(self._fsshard_entry.parameter)
+            gradient = even_gradient(entry.parameter)
             if gradient is None:
                 return None
-            shown: Any = shown_gradient(gradient, self._fsshard_entry.kind)
-            if not self._fsshard_entry.kind.order:
-                shown.whole_shape = self._fsshard_entry.shape
-            return cast(Tensor, shown)
+            shown = shown_gradient(gradient, entry.kind)
+            if not entry.kind.order:
+                shown.whole_shape = entry.shape
+            return shown  # type: ignore[no-any-return]
         raise FsshardError(
-            f"the gradient of {self._fsshard_entry.name!r} is a flat shard of its unit. An optimizer that "
+            f"the gradient of {entry.name!r} is a flat shard of its unit. An optimizer that "
             "fsshard.build_optimizer(model, torch.optim.AdamW, ...) has made takes it for step() and zero_grad(); clip "
             "with model.clip_grad_norm_(max_norm); to change gradients number by number, or to clip their values, use "
             "backend='fsdp2', 'fairscale' or 'ddp'"
@@ -127,16 +136,17 @@ class _ShapeOnly(AsParameter, nn.Parameter):  # type: ignore[misc]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and hasattr(self._fsshard_entry.parameter, LOCAL_TENSOR) and self.grad is not None:
+        entry = self._fsshard_entry
+        if value is not None and hasattr(entry.parameter, LOCAL_TENSOR) and self.grad is not None:
             assign(self.grad, value)
             return
         if value is not None:
             raise FsshardError(
-                f"the gradient of {self._fsshard_entry.name!r} is a shard that belongs to the engine; it can only be "
-                "set to None"
+                f"the gradient of {entry.name!r} is a shard that belongs to the engine; it can only be set to None"
             )
-        self._fsshard_backend.zero_grad([self._fsshard_entry], set_to_none=True)
-        self._fsshard_backend.step.dropped.add(self._fsshard_entry.name)
+        self._fsshard_backend.zero_grad([entry], set_to_none=True)
+        # The next step does not take it for one that never came.
+        self._fsshard_backend.step.dropped.add(entry.name)
 
     @grad.deleter
     def grad(self) -> None:
@@ -157,27 +167,29 @@ class ParameterViews:
     def show(self, entry: Entry) -> nn.Parameter:
         """Return the engine's own parameter where it is the user's, else what stands for it."""
         parameter = entry.parameter
+        kind = entry.kind
         hidden = has_no_shapes(self._backend)
-        if not hidden and parameter.shape == entry.shape and not entry.kind.is_complex and not entry.kind.order:
+        if not hidden and parameter.shape == entry.shape and not kind.is_complex and not kind.order:
             return parameter
-        is_dtensor = hasattr(parameter, LOCAL_TENSOR)
-        as_stored = parameter.shape == entry.stored_shape
+        has_shape = not hidden and parameter.shape == entry.stored_shape
         # A DTensor of one number cannot lose the dimension that it is sharded along.
-        if not hidden and as_stored and (not is_dtensor or entry.kind.form is Form.COMPLEX or entry.kind.order):
-            self._views[entry.name] = show_stored(parameter, entry.kind)
+        if has_shape and (kind.form is Form.COMPLEX or kind.order or not hasattr(parameter, LOCAL_TENSOR)):
+            self._views[entry.name] = show_stored(parameter, kind)
         elif entry.name not in self._views:
             self._views[entry.name] = self._stand_in(entry)
-        return cast(nn.Parameter, self._views[entry.name])
+        return self._views[entry.name]  # type: ignore[no-any-return]
 
-    def _stand_in(self, entry: Entry) -> nn.Parameter:
-        with torch.inference_mode(False):  # it is kept
+    def _stand_in(self, entry: Entry) -> Any:
+        # It is kept, and an inference tensor could never be trained.
+        with torch.inference_mode(False):
             value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            view: Any = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
-        view._fsshard_entry, view._fsshard_backend = entry, self._backend
+            view = _ShapeOnly(value, requires_grad=entry.parameter.requires_grad)
+        view._fsshard_entry = entry
+        view._fsshard_backend = self._backend
         stand_for(view, entry.parameter)
         mark_stale(
             view,
             f"parameter {entry.name!r} is a view of what the engine manages; build the optimizer with "
             "fsshard.build_optimizer",
         )
-        return cast(nn.Parameter, view)
+        return view

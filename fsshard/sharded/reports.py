@@ -131,7 +131,8 @@ class MemoryReport:
             values["max allocated"] = rank.max_allocated
             for name, value in values.items():
                 if value is not None:
-                    word = name.replace(" ", "_")  # TensorBoard takes no blanks in tags
+                    # TensorBoard takes no blanks in tags.
+                    word = name.replace(" ", "_")
                     writer.add_scalar(f"{tag}/rank{rank.rank}/{word}", value, step)
 
 
@@ -157,13 +158,14 @@ def memory_report(
 ) -> MemoryReport:
     """Return the report of :meth:`fsshard.ShardedModule.memory_report`; ``whole`` is gathered for the user now."""
     settings = backend.settings
-    by_kind: dict[str, int] = dict.fromkeys(HELD, 0)
+    by_kind = dict.fromkeys(HELD, 0)
     on_host = 0
-    seen: set[int] = set()
+    seen = set()
     for kind, tensor in held_tensors(backend, optimizers, whole):
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        if key in seen or tensor.device.type == "meta":  # tied, or views of one buffer
+        # Tied parameters and views of one buffer are counted once.
+        if key in seen or tensor.device.type == "meta":
             continue
         seen.add(key)
         by_kind[kind] += storage.nbytes()
@@ -201,26 +203,28 @@ def held_tensors(
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
     optimizers = list(optimizers)
-    kinds: list[tuple[str, Any]] = list(backend.held_by_engine().items())
     states: list[Any] = []
-    copies: list[Tensor] = []
-    for optimizer in optimizers:
-        owners = whole_owners(optimizer)
-        if owners is not None:
-            copies += [entry.whole for entry in owners.mine.values()]
-    kinds.append(("gathered units", list(whole)))
-    kinds.append(("parameters", [entry.local() for entry in backend.all]))
-    kinds.append(("parameters", list(backend.settings.ignored.parameters.values())))
-    kinds.append(("buffers", list(backend.module.buffers())))
     for optimizer in optimizers:
         for state in optimizer.state.values():
             states.append(list(state.values()))
-    kinds.append(("optimizer state", states))
-    kinds.append(("optimizer state", copies))
-    kinds.append(("gradients", [entry.grad() for entry in backend.all]))
+    # Owners' copies of whole parameters, behind all state.
+    for optimizer in optimizers:
+        owners = whole_owners(optimizer)
+        if owners is not None:
+            states += [entry.whole for entry in owners.mine.values()]
+    kinds: list[tuple[str, Any]] = [
+        *backend.held_by_engine().items(),
+        ("gathered units", list(whole)),
+        ("parameters", [entry.local() for entry in backend.all]),
+        ("parameters", list(backend.settings.ignored.parameters.values())),
+        ("buffers", list(backend.module.buffers())),
+        ("optimizer state", states),
+        ("gradients", [entry.grad() for entry in backend.all]),
+    ]
     for kind, tensors in kinds:
         for tensor in tensors_in(tensors):
-            yield kind, getattr(tensor, LOCAL_TENSOR, tensor)  # of a DTensor this rank's part
+            # Of a DTensor this rank's part.
+            yield kind, getattr(tensor, LOCAL_TENSOR, tensor)
 
 
 def cuda_bytes(device: torch.device) -> tuple[int | None, int | None]:
@@ -257,7 +261,7 @@ def explain(backend: Backend, estimate: Any = None) -> str:
 
 def _check_same(backend: Backend, estimate: Any) -> None:
     settings = backend.settings
-    mesh: tuple[int, ...] = (settings.world_size,)
+    mesh = (settings.world_size,)
     if settings.mesh is not None:
         mesh = tuple(settings.mesh.shape)
     theirs = {

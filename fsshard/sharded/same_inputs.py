@@ -22,19 +22,21 @@ class SameInputs:
 
     def __init__(self, backend: Backend) -> None:
         # Along other mesh dimensions than data ranks are given the same; those of a domain may all be given it whole.
-        sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")
+        sharding = sys.modules.get("fsshard.parallel.domain.sharding")
         has_domain = sharding is not None and sharding.domain_of(backend.module.modules()) is not None
         group = backend.settings.group
         alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"
         self._group = None if alone or has_domain else group
         self._device = backend.settings.device
-        self._first: Tensor | None = None  # digest of the first forward's inputs
+        # The digest of the first forward's inputs.
+        self._first: Tensor | None = None
 
     def look(self, inputs: Any) -> None:
         """Note the inputs the first time; the second time compare with the other ranks. Collective then, but once."""
         group = self._group
         if group is None or functorch_transforms_active() or type(torch.empty(0)) is not Tensor:
-            return  # in an estimate there are no numbers, and no other ranks
+            # In an estimate there are no numbers, and no other ranks.
+            return
         with disable_current_modes():
             digest = self._digest(inputs, group.rank())
             if self._first is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,13 @@ from fsshard.torch_private.modules import IncompatibleKeys, load_state_dict_post
 
 NEURALOP_ARGUMENTS = "_metadata"
 """A key (torch's is an attribute) that neuralop's BaseModel adds to state dicts for its arguments: it is left alone."""
+StateDict = Mapping[str, Any]
+CONFIGS = {
+    "FULL_STATE_DICT": "FullStateDictConfig",
+    "SHARDED_STATE_DICT": "ShardedStateDictConfig",
+    "LOCAL_STATE_DICT": "LocalStateDictConfig",
+}
+"""torch's ``StateDictType`` -> the class of its settings."""
 
 
 # ----------------------------------------------------------------------------------------------- putting it together
@@ -33,7 +40,7 @@ def asked_for(config: Any, rank0_only: bool, offload_to_cpu: bool) -> tuple[bool
     """Return both flags, from torch's ``FullStateDictConfig`` where one is given, here or by a context."""
     if config is None:
         return rank0_only, offload_to_cpu
-    if not (hasattr(config, "rank0_only") and hasattr(config, "offload_to_cpu")):
+    if not hasattr(config, "rank0_only") or not hasattr(config, "offload_to_cpu"):
         raise ConfigurationError(
             f"state_dict with {config!r}: expected torch's FullStateDictConfig, since fsshard returns whole tensors "
             "only; fsshard.save writes shards"
@@ -62,9 +69,11 @@ def _request(
     controller = getattr(module, "_fsshard", None)
     if controller is None:
         return None
-    names = {"FULL_STATE_DICT": "FullStateDictConfig", "SHARDED_STATE_DICT": "ShardedStateDictConfig"}
-    configs = sys.modules["torch.distributed.fsdp"]
-    config = state_dict_config or getattr(configs, names.get(state_dict_type.name, "LocalStateDictConfig"))()
+    config = state_dict_config
+    if not config:
+        # Who has a StateDictType has imported torch's FSDP.
+        configs = sys.modules["torch.distributed.fsdp"]
+        config = getattr(configs, CONFIGS[state_dict_type.name])()
     before = controller.requested_state_dict
     controller.requested_state_dict = config
     return partial(setattr, controller, "requested_state_dict", before)
@@ -76,27 +85,29 @@ def gather_state_dict(
     """Return whole tensors by the original keys; ``{}`` on the other ranks with ``rank0_only``. Collective."""
     keep = backend.settings.is_first or not rank0_only
     device = torch.device("cpu") if offload_to_cpu else backend.settings.device
-    others = {key: value for key, value in raw_state_dict(backend).items() if key not in backend.keys}
-    keys = list(dict.fromkeys([*backend.key_order, *others]))
+    raw = raw_state_dict(backend)
+    keys = dict.fromkeys([*backend.key_order, *raw])
     # Tied keys share one tensor, as they do natively.
-    names = list(dict.fromkeys(backend.keys[key] for key in keys if key in backend.keys))
+    names = dict.fromkeys(backend.keys[key] for key in keys if key in backend.keys)
     entries = [backend.entries[name] for name in names]
     whole = {}
-    for name, value in zip(names, _whole_values(backend, entries, rank0_only, device), strict=True):
-        whole[name] = value if keep else None
+    # Every rank goes through all of them, also one that keeps none.
+    values = _whole_values(backend, entries, rank0_only, device)
+    for entry, value in zip(entries, values, strict=True):
+        whole[entry.name] = value if keep else None
     result: dict[str, Any] = {}
     if not keep:
         return result
     for key in keys:
         if key in backend.keys:
             result[key] = whole[backend.keys[key]]
-        elif key in others:
-            result[key] = buffers.for_user(key, others[key], offload_to_cpu=offload_to_cpu)
+        elif key in raw:
+            result[key] = buffers.for_user(key, raw[key], offload_to_cpu=offload_to_cpu)
     return result
 
 
 def _whole_values(
-    backend: Backend, entries: list[Entry], rank0_only: bool, device: torch.device
+    backend: Backend, entries: Iterable[Entry], rank0_only: bool, device: torch.device
 ) -> Iterator[Tensor | None]:
     """Yield the user's whole parameters, or None on a rank that does not keep them. Collective."""
     settings = backend.settings
@@ -104,38 +115,41 @@ def _whole_values(
         if is_divided:
             for entry in neighbours:
                 # Ranks of all of data meet along the other dimensions: whichever is the first, it has what it needs.
-                part = entry.kind.to_user(stream(entry, settings, settings.device))
+                stored = stream(entry, settings, settings.device)
+                part = entry.kind.to_user(stored)
                 yield entry.put_together(part).to(device)
         elif rank0_only:
             together = list(neighbours)
-            for entry, stored in zip(together, to_rank0(together, settings, device), strict=True):
-                yield None if stored is None else entry.kind.to_user(stored)
+            values = to_rank0(together, settings, device)
+            for entry, arrived in zip(together, values, strict=True):
+                yield None if arrived is None else entry.kind.to_user(arrived)
         else:
             for entry in neighbours:
-                yield entry.kind.to_user(stream(entry, settings, device))
+                stored = stream(entry, settings, device)
+                yield entry.kind.to_user(stored)
 
 
 # ----------------------------------------------------------------------------------------------- loading it
 
 
-def check_given_alike(backend: Backend, state_dict: Mapping[str, Any] | None, from_rank0: bool) -> None:
+def check_given_alike(backend: Backend, state_dict: StateDict | None, from_rank0: bool) -> None:
     """Raise RankMismatch on every rank unless all were given the same, before anything is read. Collective."""
     facts = {"broadcast_from_rank0": str(from_rank0)}
     if not from_rank0 and backend.settings.all_ranks > 1:
+        facts["the state dict"] = f"a {type(state_dict).__name__}"
         if isinstance(state_dict, Mapping):
             facts["the state dict"] = "a mapping"
             for key, value in state_dict.items():
                 facts[repr(key)] = type(value).__name__
-                if isinstance(value, Tensor) and key in backend.keys:  # buffers may differ
+                # Ranks may have other numbers in their buffers.
+                if isinstance(value, Tensor) and key in backend.keys:
                     facts[repr(key)] = described_tensor(value)
-        else:
-            facts["the state dict"] = f"a {type(state_dict).__name__}"
     advice = "load the same on every rank (start new layers from one seed), or pass broadcast_from_rank0=True"
     check_alike(backend.settings.everyone, "load_state_dict()", facts, advice)
 
 
 def load_whole(
-    backend: Backend, state_dict: Mapping[str, Any] | None, buffers: ModelBuffers, strict: bool, from_rank0: bool
+    backend: Backend, state_dict: StateDict | None, buffers: ModelBuffers, strict: bool, from_rank0: bool
 ) -> IncompatibleKeys:
     """Load whole tensors, all or none; ``from_rank0``: only rank 0 has them, and they are sent. Collective."""
     check_given_alike(backend, state_dict, from_rank0)
@@ -146,13 +160,14 @@ def load_whole(
         result = _load_by_entries(backend, state_dict, raw, strict, from_rank0)
     else:
         result = _load_by_modules(backend, state_dict, raw, strict)
-    if from_rank0 or buffers.broadcast:  # as DDP's state dicts have each rank's own, of which rank 0's count
+    if from_rank0 or buffers.broadcast:
+        # DDP's state dicts have each rank's own buffers, of which rank 0's count.
         buffers.send()
     return result
 
 
 def _load_by_entries(
-    backend: Backend, state_dict: Mapping[str, Any] | None, raw: Mapping[str, Any], strict: bool, from_rank0: bool
+    backend: Backend, state_dict: StateDict | None, raw: StateDict, strict: bool, from_rank0: bool
 ) -> IncompatibleKeys:
     """Load parameter by parameter, of which each rank takes its part, and the rest by the modules."""
     missing, unexpected, keys = _agreed_keys(backend, state_dict, raw, strict, from_rank0)
@@ -172,18 +187,21 @@ def _load_by_entries(
     return IncompatibleKeys(missing, unexpected)
 
 
-def _is_read_by_modules(backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+def _is_read_by_modules(backend: Backend, state_dict: StateDict, raw: StateDict) -> bool:
     """Return whether modules have code of their own that reads state dicts, and it may make a difference."""
     if any(entry.divided_over for entry in backend.all):
-        return False  # no rank has room for, or is told of, the parts along other mesh dimensions
+        # No rank has room for, or is told of, the parts along other mesh dimensions.
+        return False
     packages = set()
     with backend.bare() as module:
         for submodule in module.modules():
             for python_module in _load_code(submodule):
-                packages.add(python_module.partition(".")[0])
+                package, *_ = python_module.split(".")
+                packages.add(package)
     if packages - {"torch", "fsshard"}:
         return True
-    try:  # torch's own fills in what older versions have not saved (num_batches_tracked), and changes nothing else
+    # torch's own code fills in what older versions have not saved (num_batches_tracked), and changes nothing else.
+    try:
         check_keys(backend, state_dict, raw, strict=True)
     except StateDictError:
         return True
@@ -192,39 +210,41 @@ def _is_read_by_modules(backend: Backend, state_dict: Mapping[str, Any], raw: Ma
 
 def _load_code(module: nn.Module) -> Iterator[str]:
     """Yield the names of the Python modules whose code loads a module's state dict."""
-    yield next(cls.__module__ for cls in type(module).__mro__ if "_load_from_state_dict" in vars(cls))
+    for cls in type(module).__mro__:
+        if "_load_from_state_dict" in vars(cls):
+            yield cls.__module__
+            break
     for hooks in (load_state_dict_pre_hooks(module), load_state_dict_post_hooks(module)):
         for hook in hooks.values():
-            function = getattr(hook, "func", hook)  # of a functools.partial
+            # The function of a functools.partial.
+            function = getattr(hook, "func", hook)
             yield str(getattr(function, "__module__", ""))
 
 
-def _load_by_modules(
-    backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
-) -> IncompatibleKeys:
+def _load_by_modules(backend: Backend, state_dict: StateDict, raw: StateDict, strict: bool) -> IncompatibleKeys:
     """Load as the bare model does, into whole parameters, of which each rank then takes its part. Collective."""
-    whole: dict[str, Tensor] = {}
+    whole = {}
     for entry in backend.all:
         # Copies: under engines that keep parameters whole a load that is refused would have changed them already.
         whole[entry.name] = stream(entry, backend.settings, backend.settings.device)
-    buffers: list[tuple[Tensor, Tensor]] = []  # (buffer, its numbers before)
+    buffers = []
     for key, value in raw.items():
         if key not in backend.keys and isinstance(value, Tensor) and not value.is_meta:
             buffers.append((value, copied(value)))
-    given = dict(zip(state_dict, map(_whole_of, state_dict.values()), strict=True))
+    full_tensors = {key: _whole_of(value) for key, value in state_dict.items()}
     try:
         with backend.bare() as module, backend.whole_parameters(whole):
-            result = module.load_state_dict(given, strict=False)
-        missing_keys, unexpected_keys = result
-        missing = _public_names(missing_keys)
-        unexpected = _public_names(unexpected_keys)
+            result = module.load_state_dict(full_tensors, strict=False)
+        missing = _public_names(result.missing_keys)
+        unexpected = _public_names(result.unexpected_keys)
         if strict and (missing or unexpected):
             raise StateDictError("the state dict", missing, unexpected)
     except Exception as error:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        check_keys(backend, state_dict, raw, strict)  # says more of shapes
+        # It says more of shapes than torch does.
+        check_keys(backend, state_dict, raw, strict)
         if isinstance(error, StateDictError):
             raise
         raise StateDictError(f"the state dict, as the modules' own code reads it ({error}),") from error
@@ -240,8 +260,8 @@ def _public_names(keys: list[str]) -> list[str]:
 
 def _agreed_keys(
     backend: Backend,
-    state_dict: Mapping[str, Any] | None,
-    raw: Mapping[str, Any],
+    state_dict: StateDict | None,
+    raw: StateDict,
     strict: bool,
     from_rank0: bool,
 ) -> tuple[list[str], list[str], set[str]]:
@@ -257,28 +277,25 @@ def _agreed_keys(
         if not isinstance(state_dict, Mapping):
             raise StateDictError(f"a {type(state_dict).__name__} (expected a mapping)")
         for key, value in state_dict.items():
-            shapes[key] = tuple(value.shape) if isinstance(value, Tensor) else None
-        missing, unexpected = check_keys(backend, state_dict, raw, strict)
-        return missing, unexpected, shapes
+            shapes[key] = None
+            if isinstance(value, Tensor):
+                shapes[key] = tuple(value.shape)
+        return *check_keys(backend, state_dict, raw, strict), shapes
 
-    if from_rank0:
-        first, *others = exchange(backend.settings.everyone, look)
-    else:
-        first, others = look(), []
-    missing, unexpected, shapes = first
-    for rank, shapes_of_buffers in enumerate(others, start=1):
+    answers = exchange(backend.settings.everyone, look) if from_rank0 else [look()]
+    missing, unexpected, shapes = answers[0]
+    for rank, shapes_of_buffers in enumerate(answers[1:], start=1):
         unlike = {}
         for key, shape in shapes_of_buffers.items():
             if shapes.get(key, shape) != shape:
                 unlike[key] = (shape, shapes[key])
-        if unlike:  # another rank holds a buffer in another shape
+        if unlike:
+            # This rank holds a buffer in another shape than rank 0 sends.
             raise StateDictError(f"the state dict of rank 0, on rank {rank},", mismatched=unlike)
     return missing, unexpected, set(shapes)
 
 
-def check_keys(
-    backend: Backend, state_dict: Mapping[str, Any], raw: Mapping[str, Any], strict: bool
-) -> tuple[list[str], list[str]]:
+def check_keys(backend: Backend, state_dict: StateDict, raw: StateDict, strict: bool) -> tuple[list[str], list[str]]:
     """Return the missing and the unexpected keys of a state dict that is to be loaded. Local.
 
     ``raw`` is the model's ``raw_state_dict``, which is collective.
@@ -286,12 +303,14 @@ def check_keys(
     Raises:
         StateDictError: names every missing or unexpected key, if ``strict``, and every wrongly shaped one.
     """
-    expected = {**raw, **dict.fromkeys(backend.keys)}
+    # In order, as torch lists them.
+    expected = dict.fromkeys([*raw, *backend.keys])
     missing = [key for key in expected if key not in state_dict and key != NEURALOP_ARGUMENTS]
     unexpected = [key for key in state_dict if key not in expected and key != NEURALOP_ARGUMENTS]
     wrong: dict[str, tuple[object, object]] = {}
     for key, value in state_dict.items():
         entry = None
+        # An extra state has no shape.
         shape = getattr(raw.get(key), "shape", None)
         if key in backend.keys:
             entry = backend.entries[backend.keys[key]]
@@ -302,7 +321,8 @@ def check_keys(
             wrong[key] = (tuple(shape), type(value).__name__)
         elif value.shape != shape:
             wrong[key] = (tuple(shape), tuple(value.shape))
-        elif entry is not None and value.is_complex() and not entry.kind.is_complex:
+        elif value.is_complex() and entry is not None and not entry.kind.is_complex:
+            # torch would drop the imaginary parts, with a warning.
             wrong[key] = (entry.dtype, value.dtype)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the state dict", missing, unexpected, wrong)
@@ -310,21 +330,20 @@ def check_keys(
 
 
 def _load_entry(backend: Backend, entry: Entry, value: Any, from_rank0: bool) -> None:
-    whole = value
-    device = backend.settings.device
+    settings = backend.settings
     if from_rank0:
-        whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=device)
-        if backend.settings.is_first:
+        whole = torch.empty(entry.full_shape, dtype=entry.dtype, device=settings.device)
+        if settings.is_first:
             whole.copy_(_whole_of(value))
-        assert backend.settings.everyone is not None
-        broadcast_tensors([whole], backend.settings.everyone)
-    part = entry.take_part(_whole_of(whole).detach().to(device))
+        assert settings.everyone is not None
+        broadcast_tensors([whole], settings.everyone)
+    else:
+        whole = _whole_of(value).detach().to(settings.device)
+    part = entry.take_part(whole)
     entry.put(entry.kind.to_stored(part))
 
 
 def _whole_of(value: Any) -> Tensor:
     # torch's set_model_state_dict makes DTensors of whole tensors where the engine has some.
-    whole: Tensor = value
-    if is_dtensor(value):
-        whole = value.full_tensor()
+    whole: Tensor = value.full_tensor() if is_dtensor(value) else value
     return whole

@@ -20,6 +20,8 @@ from fsshard.comm.agreement import batches, exchange
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.sharded.grad_norm import bounded
 
+DOUBLE = (torch.float64, torch.complex128)
+
 
 class TermGradients(NamedTuple):
     """The lengths of the gradients of T loss terms, and the angles between them; the same on every rank.
@@ -41,18 +43,22 @@ def term_gradients(backend: Backend, terms: Sequence[Tensor]) -> TermGradients:
     # A rank keeps its part of each mean: the norm of a mean is not the mean of norms.
     parts = []
     for term in terms:
-        means = _parts_of_means(backend.derivatives_of(term), group)
+        gradients = backend.derivatives_of(term)
+        means = _parts_of_means(gradients, group)
         parts.append(list(means))
     gram = _inner_products(parts, backend.settings.device)
     if group is not None:
         dist.all_reduce(gram, group=group)
     norms = gram.diagonal().sqrt()
     lengths = torch.outer(norms, norms)
-    cosines = torch.where(lengths == 0, 0.0, gram / lengths).clamp(-1, 1)
+    cosines = torch.where(lengths == 0, 0.0, gram / lengths)
+    # Rounding may bring the cosine of a term with itself beyond 1.
+    cosines = cosines.clamp(-1, 1)
     # Rounded as clip_grad_norm_ rounds: so that the order of sums does not show, and a weight made of a norm leaves the
     # dtype of the loss as it is.
-    wide = any(entry.dtype in (torch.float64, torch.complex128) for entry in backend.all)
-    dtype = torch.float64 if wide else torch.float32
+    dtype = torch.float32
+    if any(entry.dtype in DOUBLE for entry in backend.all):
+        dtype = torch.float64
     return TermGradients(norms.to(dtype), cosines.to(dtype))
 
 
@@ -83,14 +89,15 @@ def _count(backend: Backend, terms: Any) -> int:
             got = f"a tensor of shape {tuple(terms.shape)}"
         raise ConfigurationError(f"term_gradients: expected a list of the loss's terms, got {got}; pass [term, ...]")
     for place, term in enumerate(terms):
-        if not isinstance(term, Tensor) or term.numel() != 1 or term.is_complex() or not term.requires_grad:
-            got = type(term).__name__
-            if isinstance(term, Tensor):
-                got = f"{term.dtype} of shape {tuple(term.shape)} with requires_grad={term.requires_grad}"
-            raise ConfigurationError(
-                f"term_gradients: expected terms[{place}] to be one real number with a graph, got {got}; pass a mean "
-                "or a sum that depends on the weights and is not detached"
-            )
+        got = type(term).__name__
+        if isinstance(term, Tensor):
+            if term.numel() == 1 and term.requires_grad and not term.is_complex():
+                continue
+            got = f"{term.dtype} of shape {tuple(term.shape)} with requires_grad={term.requires_grad}"
+        raise ConfigurationError(
+            f"term_gradients: expected terms[{place}] to be one real number with a graph, got {got}; pass a mean "
+            "or a sum that depends on the weights and is not detached"
+        )
     return len(terms)
 
 
@@ -123,7 +130,8 @@ def _flattened(gradients: list[Tensor]) -> Iterator[Tensor]:
 def _part_of_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's part of the mean of ``flat``, padded to as many elements on every rank. Collective."""
     ranks = group.size()
-    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % ranks))
+    padding = -flat.numel() % ranks
+    flat = torch.nn.functional.pad(flat, (0, padding))
     mean = flat.new_empty(flat.numel() // ranks)
     tree.reduce_scatter(mean, flat, group, 1.0 / ranks)
     return mean
@@ -134,7 +142,10 @@ def _inner_products(parts: Iterable[Sequence[Tensor]], device: torch.device) -> 
     parts = list(parts)
     gram = torch.zeros(len(parts), len(parts), dtype=torch.float64, device=device)
     for same in zip(*parts, strict=True):
-        for chunks in zip(*map(bounded, same), strict=True):
-            wide = torch.stack(chunks).to(device, torch.float64)
+        # Bounded chunks, since a whole part in float64 would take twice its memory.
+        chunks_of_terms = map(bounded, same)
+        for chunks in zip(*chunks_of_terms, strict=True):
+            rows = torch.stack(chunks)
+            wide = rows.to(device, torch.float64)
             gram += wide @ wide.T
     return gram

@@ -28,7 +28,8 @@ class ByName(dict[str, Any]):
     def __setitem__(self, key: str | int, value: Any) -> None:
         if isinstance(key, int):
             key = self.names[key]
-        if key == "params" and isinstance(value, list):  # of a group, and no state of a parameter of that name
+        # A group's, and not the state of a parameter of that name.
+        if key == "params" and isinstance(value, list):
             value = [self.names[each] if isinstance(each, int) else each for each in value]
         super().__setitem__(key, value)
 
@@ -48,7 +49,8 @@ class StateOfParameters(UserDict[Tensor, Any]):
     """The states of an optimizer by the engine's parameters, whenever it is looked at: in steps they lie elsewhere."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer  # a ShardedOptimizer
+        # A ShardedOptimizer.
+        self._optimizer = optimizer
 
     @property
     def data(self) -> Any:  # type: ignore[override]
@@ -64,7 +66,8 @@ class StateOfParameters(UserDict[Tensor, Any]):
         return HAS_BEGUN in vars(optimizer.inner) and not any(map(optimizer.keeps_state_of, optimizer.entries))
 
     def __missing__(self, parameter: Tensor) -> Any:
-        return self.data[parameter]  # an empty one, as in torch
+        # An empty one, as in torch.
+        return self.data[parameter]
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
         """Return a state, or ``default``; makes none."""

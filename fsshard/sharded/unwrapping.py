@@ -1,8 +1,7 @@
 """A model that comes back from its engine: as it was before ``wrap``, with whole weights, so that anything can take it.
 
 An engine changes the user's modules in place. The difference between two looks at them, before :func:`fsshard.wrap` and
-behind it, is taken back; what the user has changed since stays. Parameters are the very objects of before, where
-somebody still holds them (a list in the model, say), so that no reference goes stale.
+behind it, is taken back; what the user has changed since stays.
 """
 
 from __future__ import annotations
@@ -30,13 +29,18 @@ _OURS = ("fsshard.", "torch.distributed.")
 _MARKS = ("_fsshard", "_fsdp", "_is_fsdp")
 _HELD = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
+Members = dict[str, Any]
+"""A module's attributes by name, or its children."""
 
 
 class ModelBeforeWrap:
     """A model's modules before :func:`fsshard.wrap`; their parameters are not kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parts = [_Part(m) for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._parts = []
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._parts.append(_Part(module))
 
     def wrapped(self) -> None:
         """Learn what has been changed since: to be called right after ``wrap``."""
@@ -56,25 +60,28 @@ class ModelBeforeWrap:
         if backend.settings.model_mesh is not None:
             raise ModelError("a model on a mesh of more dimensions than data stays under its engine; load a checkpoint")
         backend.reshard()
-        values = gather_all(((entry, entry.local()) for entry in backend.all), backend.settings.device)
-        whole: list[Tensor] = []
+        shards = ((entry, entry.local()) for entry in backend.all)
+        values = gather_all(shards, backend.settings.device)
+        whole = []
         for entry, value in zip(backend.all, values, strict=True):
             on_host = value.detach().to("cpu", copy=True)
             whole.append(entry.kind.to_user(on_host))
         dtypes = model._fsshard.buffers.dtypes
         backend.retire()
+        parts = {}
         for part in self._parts:
             part.restore()
-        parts = {id(part.module): part for part in self._parts}
+            parts[part.module] = part
         for entry, value in zip(backend.all, whole, strict=True):
-            parameter: nn.Parameter | None = None
+            parameter = None
             for slot in entry.slots:
-                owner = parts.get(id(slot.owner))
+                owner = parts.get(slot.owner)
                 if owner is None:
                     continue
+                # A tied parameter is one object in all its places.
                 if parameter is None:
                     parameter = owner.parameters[slot.attribute].with_value(value, entry.parameter)
-                owner.module._parameters[slot.attribute] = parameter
+                slot.owner._parameters[slot.attribute] = parameter
         for name, buffer in module.named_buffers():
             dtype = dtypes.get(public_name(name), buffer.dtype)
             buffer.data = buffer.to(dtype)
@@ -95,27 +102,30 @@ class _Part:
     def look_again(self) -> None:
         """Keep the differences only: the user may let go of the rest."""
         before = self._before
-        now = _members(self.module)
-        tables = _hook_tables(self.module)
-        self._changed: set[str] = set()
-        for name in {**before, **now}:
-            if name not in tables and before.get(name, _ABSENT) is not now.get(name, _ABSENT):
-                self._changed.add(name)
-        self._before = {name: value for name, value in before.items() if name in self._changed}
-        self._after = {name: value for name, value in now.items() if name in self._changed}
+        after = _members(self.module)
+        # restore() looks through tables of hooks for the engine's own.
+        for name in _hook_tables(self.module):
+            before.pop(name, None)
+            after.pop(name, None)
+        for name in before.keys() & after.keys():
+            if before[name] is after[name]:
+                del before[name], after[name]
+        self._after = after
         self._wrapped_children = dict(self.module._modules)
-        self._stored = set(stored_in(self.module))  # names of parameters while an engine has it
+        # Names of parameters while an engine has it.
+        self._stored = set(stored_in(self.module))
 
     def restore(self) -> None:
         """Restore all but the parameters that an engine has had. What the user has changed since stays."""
         module = self.module
         members = vars(module)
-        now = {name: members.pop(name) for name in self._changed & members.keys()}
+        changed = self._before.keys() | self._after.keys()
+        now = {name: members.pop(name) for name in changed & members.keys()}
         members.update(_reverted(self._before, self._after, now))
         stored = {*self.parameters, *module._parameters}
-        for name in list(members):
-            # A forward has made it.
-            if name not in self._names and (name.startswith(_MARKS) or name in stored):
+        # What a forward has made under the engine.
+        for name in members.keys() - self._names:
+            if name in stored or name.startswith(_MARKS):
                 del members[name]
         module.__class__ = self._class
         forget_unit(module)
@@ -123,8 +133,10 @@ class _Part:
         children = _reverted(self._children, self._wrapped_children, dict(module._modules))
         module._modules.clear()
         module._modules.update(children)
-        # Those that an engine has had are put here later.
-        parameters = {name: original.alive() for name, original in self.parameters.items()}
+        # hand_back() puts those here later that an engine has had.
+        parameters = {}
+        for name, original in self.parameters.items():
+            parameters[name] = original.alive()
         for name, parameter in module._parameters.items():
             if name not in parameters and name not in self._stored:
                 parameters[name] = parameter
@@ -132,13 +144,13 @@ class _Part:
         module._parameters.update(parameters)
 
 
-def _members(module: nn.Module) -> dict[str, Any]:
+def _members(module: nn.Module) -> Members:
     return {key: value for key, value in vars(module).items() if key not in _HELD}
 
 
-def _reverted(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _reverted(before: Members, after: Members, now: Members) -> Members:
     """Return ``now`` with the change from ``before`` to ``after`` reverted, where nothing was changed since."""
-    members: dict[str, Any] = {}
+    members = {}
     for name in {**before, **now}:
         is_ours = now.get(name, _ABSENT) is after.get(name, _ABSENT)
         source = before if is_ours else now
@@ -150,10 +162,12 @@ def _reverted(before: dict[str, Any], after: dict[str, Any], now: dict[str, Any]
 def _remove_hooks(module: nn.Module) -> None:
     """Remove the hooks that an engine has registered."""
     tables = _hook_tables(module).values()
-    numbers = {number for table in tables for number, hook in table.items() if _is_ours(hook)}
-    # Tables beside one of hooks have the same numbers.
+    numbers = set()
     for table in tables:
-        for number in numbers & set(table):
+        numbers |= {number for number, hook in table.items() if _is_ours(hook)}
+    # Tables beside one of hooks, such as whether a hook takes keywords, have the same numbers.
+    for table in tables:
+        for number in numbers & table.keys():
             del table[number]
 
 
@@ -173,33 +187,39 @@ class _Original:
     def with_value(self, value: Tensor, engines: nn.Parameter) -> nn.Parameter:
         """Return the parameter with its whole value, and with the user's attributes of the engine's."""
         parameter: Any = self.alive()
-        trainable = engines.requires_grad
-        extra = {key: item for key, item in vars(engines).items() if not _is_mark(key, item)}
+        # Somebody may still hold the very object, in a list of the model, say: no reference goes stale.
         if parameter is None or parameter.is_meta or parameter.dtype != value.dtype:
-            parameter = nn.Parameter(value, requires_grad=trainable)
+            parameter = nn.Parameter(value)
             if issubclass(self._class, nn.Parameter):
                 parameter.__class__ = self._class
         else:
             forget_replacement(parameter)
             forget_record(parameter)
             parameter.__class__ = self._class
-            for key, item in list(vars(parameter).items()):
-                if _is_mark(key, item):
-                    del parameter.__dict__[key]
-            hooks: Any = backward_hooks_of(parameter) or {}
-            for number, hook in list(hooks.items()):
-                if _is_ours(hook):
-                    del hooks[number]
+            _remove_marks(parameter)
             parameter.grad = None
             parameter.data = value
-            parameter.requires_grad_(trainable)
-        parameter.__dict__.update(extra)
+        parameter.requires_grad_(engines.requires_grad)
+        for key, item in vars(engines).items():
+            if not _is_mark(key, item):
+                parameter.__dict__[key] = item
         return parameter  # type: ignore[no-any-return]
+
+
+def _remove_marks(parameter: nn.Parameter) -> None:
+    """Remove the attributes and hooks that an engine has put on a parameter."""
+    for key, item in list(vars(parameter).items()):
+        if _is_mark(key, item):
+            delattr(parameter, key)
+    hooks: Any = backward_hooks_of(parameter) or {}
+    for number, hook in list(hooks.items()):
+        if _is_ours(hook):
+            del hooks[number]
 
 
 def _hook_tables(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """Return a module's dicts of hooks by attribute."""
-    tables: dict[str, dict[Any, Any]] = {}
+    tables = {}
     for name, value in vars(module).items():
         if name.startswith("_") and "hooks" in name and isinstance(value, dict):
             tables[name] = value
@@ -215,5 +235,7 @@ def _is_ours(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
-    place = getattr(hook, "__module__", None) if owner is None else type(owner).__module__
-    return str(place).startswith(_OURS)
+    if owner is not None:
+        hook = type(owner)
+    module_name = getattr(hook, "__module__", None)
+    return str(module_name).startswith(_OURS)

@@ -29,7 +29,8 @@ class _Broadcasts(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         while self._works:
             self._works[0].wait()
-            del self._works[0]  # not before: who waits again after an error must not find numbers that never arrived
+            # Not before: who waits again after an error must not find numbers that never arrived.
+            del self._works[0]
         let_go(self._lent)
         return True
 

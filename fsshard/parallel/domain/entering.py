@@ -115,7 +115,8 @@ class Entrance:
             RankMismatch: slabs do not fit together, or another rank could not take part.
         """
         if current_graph_task_id() != -1:
-            return  # computed again: every module looks its layout up
+            # It is computed again: every module looks its layout up.
+            return
         domain = self._domain
         field: Any = args[0] if args else kwargs.get("x")
         error = None

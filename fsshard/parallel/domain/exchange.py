@@ -26,8 +26,10 @@ CALL = "the forward of a split model, or a loss of its domain"
 class Parts(NamedTuple):
     """The division of a tensor's dimension among ranks."""
 
-    dim: int  # of the tensor
-    sizes: tuple[int, ...]  # the parts' lengths, in rank order
+    # A dimension of the tensor.
+    dim: int
+    # The parts' lengths, in rank order.
+    sizes: tuple[int, ...]
 
 
 class Axis:

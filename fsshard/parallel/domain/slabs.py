@@ -16,6 +16,7 @@ from fsshard.parallel.domain.exchange import Axis, Parts, gathered
 from fsshard.torch_private.autograd import current_graph_task_id
 
 Sizes = tuple[int, ...]
+Shape = Sequence[int]
 
 Replicated = Mapping[str, tuple[Any, str]]
 
@@ -34,18 +35,14 @@ def even_parts(size: int, parts: int) -> Sizes:
 def confusable(layouts: Iterable[Layout]) -> bool:
     """Return whether some rank has slabs of one size in two of them; the same on ranks with the same ``layouts``."""
     for one, other in itertools.combinations(layouts, 2):
+        # Along every split dimension some rank has the same number of points in both.
         pairs = zip(one, other, strict=True)
-        if all(_have_a_size_in_common(*pair) for pair in pairs):
+        if all(any(map(int.__eq__, *pair)) for pair in pairs):
             return True
     return False
 
 
-def _have_a_size_in_common(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Return whether some rank has the same number of points in both."""
-    return any(map(int.__eq__, sizes, others))
-
-
-def layout_text(layout: Sequence[Sequence[int]]) -> str:
+def layout_text(layout: Sequence[Shape]) -> str:
     """Return a layout for people: ``"5 + 4 + 4 + 4 rows"``."""
     sums = []
     for sizes in layout:
@@ -70,8 +67,10 @@ class Mark(NamedTuple):
     """The facts that are known of a slab."""
 
     domain: Slabs
-    sizes: Sizes  # of the whole field
-    checksum: Tensor | None = None  # of the whole field, by which ranks see whether theirs is the same, if it was there
+    # The sizes of the whole field.
+    sizes: Sizes
+    # A checksum of the whole field, by which ranks see whether theirs is the same, if it was there.
+    checksum: Tensor | None = None
 
 
 _marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -126,9 +125,12 @@ class Slabs:
         self.axes = tuple(axes)
         self.order = order
         self.shape: Sizes | None = None
-        self._current: Layout | None = None  # of the activations of the forward under way
-        self._seen: dict[str, dict[Layout, None]] = {}  # by module: those of all forwards
-        self._confusable: set[str] = set()  # modules where the local size does not tell the layout on some rank
+        # The layout of the activations of the forward under way.
+        self._current: Layout | None = None
+        # By module, the layouts of all forwards.
+        self._seen: dict[str, dict[Layout, None]] = {}
+        # Modules where the local size does not tell the layout on some rank.
+        self._confusable: set[str] = set()
         devices = {axis.device for axis in self.axes}
         self.compares_always = devices <= {"cpu"}
         self.compares_numbers = False
@@ -137,7 +139,8 @@ class Slabs:
         self.notes: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slabs:
-        return self  # a copy of a model works on the same ranks
+        # A copy of a model works on the same ranks.
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -215,7 +218,7 @@ class Slabs:
 
     # ---------------------------------------------------------------------------------------- for layers
 
-    def layout(self, place: str, shape: Sequence[int]) -> Layout:
+    def layout(self, place: str, shape: Shape) -> Layout:
         """Return how the field that a module got lies on the ranks. Collective only while something is computed again.
 
         A backward pass may run a forward again after later layers, or other forwards, have changed the layout. So it is
@@ -259,7 +262,7 @@ class Slabs:
         if current_graph_task_id() == -1:
             self._current = layout
 
-    def resized(self, layout: Layout, target: Sequence[int]) -> Layout:
+    def resized(self, layout: Layout, target: Shape) -> Layout:
         """Return the layout of a field of other sizes: the same where a split dimension keeps its own."""
         resized = []
         for axis in self.axes:
@@ -271,7 +274,7 @@ class Slabs:
             resized.append(sizes)
         return tuple(resized)
 
-    def whole(self, layout: Layout, shape: Sequence[int]) -> list[int]:
+    def whole(self, layout: Layout, shape: Shape) -> list[int]:
         """Return the spatial sizes of the whole field, of a slab's shape (..., d1, ..., dN)."""
         sizes = list(self._spatial(shape))
         for axis, rows in zip(self.axes, layout, strict=True):
@@ -309,7 +312,7 @@ class Slabs:
     def mark(
         self,
         slab: Tensor,
-        sizes: Sequence[int],
+        sizes: Shape,
         total: Tensor | None = None,
     ) -> None:
         """Remember of which whole a tensor is this rank's slab, and the :func:`checksum` of that."""
@@ -317,11 +320,8 @@ class Slabs:
 
     def same_ranks(self, other: Slabs) -> bool:
         """Return whether fields are split alike."""
-        splits = []
-        for domain in (self, other):
-            split = [(axis.dim, axis.ranks) for axis in domain.axes]
-            splits.append(split)
-        return splits[0] == splits[1]
+        split = [(axis.dim, axis.ranks) for axis in self.axes]
+        return split == [(axis.dim, axis.ranks) for axis in other.axes]
 
     def enter(self, layout: Layout) -> None:
         """Begin a forward, with a field that lies so. Local."""
@@ -358,11 +358,11 @@ class Slabs:
             layout.append(tuple(sizes))
         return tuple(layout)
 
-    def _ask(self, shape: Sequence[int]) -> Layout:
+    def _ask(self, shape: Shape) -> Layout:
         rows = torch.tensor(self._rows(shape))
         return self.fitting(self.table(rows))
 
-    def _rows(self, shape: Sequence[int]) -> Sizes:
+    def _rows(self, shape: Shape) -> Sizes:
         """Return this rank's sizes along the split dimensions, of a slab's shape."""
         spatial = self._spatial(shape)
         rows = []
@@ -370,7 +370,7 @@ class Slabs:
             rows.append(spatial[axis.dim])
         return tuple(rows)
 
-    def even(self, sizes: Sequence[int]) -> Layout:
+    def even(self, sizes: Shape) -> Layout:
         """Return the layout that ``torch.tensor_split`` gives a field of these spatial sizes."""
         layout = []
         for axis in self.axes:
@@ -378,12 +378,12 @@ class Slabs:
             layout.append(rows)
         return tuple(layout)
 
-    def is_uneven(self, sizes: Sequence[int]) -> bool:
+    def is_uneven(self, sizes: Shape) -> bool:
         """Return whether ranks have different numbers of rows of a field of these spatial sizes."""
         remainders = [sizes[axis.dim] % axis.size for axis in self.axes]
         return any(remainders)
 
-    def _spatial(self, shape: Sequence[int]) -> Sizes:
+    def _spatial(self, shape: Shape) -> Sizes:
         if len(shape) < self.order:
             raise ConfigurationError(f"expected at least {self.order} dimensions, got {tuple(shape)}")
         return tuple(shape[len(shape) - self.order :])

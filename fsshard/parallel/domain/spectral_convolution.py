@@ -37,7 +37,7 @@ class DomainSpectralConv(SpectralConv):
         name = f"{self.domain_name}.transform"
         layout = domain.layout(name, x.shape)
         whole = domain.join(x, layout)
-        resampled: Tensor = super().transform(whole, output_shape)
+        resampled = super().transform(whole, output_shape)
         after = domain.resized(layout, resampled.shape[FIRST:])
         return domain.cut(resampled, after).contiguous()
 
