@@ -463,7 +463,7 @@ class ShardedModule(nn.Module):
         self._fsshard.check_filled()
         with taking_part(self.backend.settings.group, "state_dict()"):
             if len(set(meet(self.backend.settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}"))) > 1:
-                raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
+                raise RankMismatch("state_dict: expected one rank0_only and offload_to_cpu on all ranks, got several")
             controller.step_counts.compare()
             controller.buffers.sync()
             return gather_state_dict(self.backend, controller.buffers, rank0_only, offload_to_cpu)
@@ -552,7 +552,7 @@ def clip_grad_norm_(
     """
     members = wrapped_models(models, "clip_grad_norm_")
     if not norm_type > 0:
-        raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+        raise ConfigurationError(f"norm_type: expected a positive number or inf, got {norm_type}")
     backends = [model.backend for model in members]
     for model in members:
         model._fsshard.check_knows_all_ranks("clip_grad_norm_")

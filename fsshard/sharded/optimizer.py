@@ -200,8 +200,8 @@ class ShardedOptimizer(Optimizer):
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             check_same_parameters(backend)  # forwards of torch.compile(model) do not look
             raise OptimizerError(
-                f"no gradient reached {', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}; if the forward "
-                "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
+                f"expected gradients of all parameters, got none of {', '.join(unused[:5])}; if the forward leaves "
+                "some out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
     def finish_gradients(self) -> None:
@@ -458,7 +458,7 @@ def build_optimizer(
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
+            raise OptimizerError(f"optimizer_class: expected a class of torch.optim, got {_told(optimizer_class)}")
         _check_settings(optimizer_class, param_groups, defaults)
         named, settings = parameters_by_keyword(defaults, backend.entries, model._fsshard.find_entry)
         if param_groups is None:
@@ -467,7 +467,7 @@ def build_optimizer(
         else:
             groups = _resolved(model, param_groups)
         if not groups:
-            raise OptimizerError("param_groups is empty; pass None for all parameters")
+            raise OptimizerError("param_groups: expected parameters, got none; pass None for all of the model's")
         if named:
             groups = groups_with_keywords(optimizer_class, groups, named, settings, backend.entries)
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
@@ -539,7 +539,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> list[dict[str, Any]
     resolved = []
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
-            raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
+            raise OptimizerError(f"param_groups[{index}]: expected a dict with 'params', got {group!r}")
         members = [group["params"]] if isinstance(group["params"], (str, Tensor)) else list(group["params"])
         members = model.backend.settings.ignored.trainable(members)
         resolved.append({**group, "params": [model._fsshard.find_entry(member).name for member in members]})
@@ -563,7 +563,7 @@ def check_unstepped(optimizer: object) -> None:
     """Raise unless ``optimizer`` is a live torch optimizer that has not taken a step."""
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, ShardedOptimizer):
         meant = f"; did you mean backend={optimizer!r}?" if isinstance(optimizer, str) else ""
-        raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
+        raise OptimizerError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
     for state in optimizer.state.values():  # Adagrad has state from the start, with step 0
         step = state.get("step") if isinstance(state, Mapping) else None
         if step is None or float(step) != 0:
