@@ -81,7 +81,7 @@ def setting(kind: type[FsshardError], text: str, build: Callable[[], Any] = net,
 
 
 REFUSED: dict[str, Refusal] = {
-    "not a module": setting(ModelError, "torch.nn.Module", lambda: "model"),
+    "not a module": setting(ModelError, "expected an nn.Module", lambda: "model"),
     "lazy": setting(ModelError, "1.weight", lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))),
     "scripted": setting(
         ModelError, "the model is compiled by torch.jit", lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2)))

@@ -45,7 +45,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     """
     if not isinstance(table.root, nn.Module):
         raise ModelError(
-            f"expected a torch.nn.Module, got {type(table.root).__name__}; pass the model, not its class or a list"
+            f"model: expected an nn.Module, got {type(table.root).__name__}; pass the model, not its class or a list"
         )
     check_not_wrapped(table.modules, wrappers)
     slots = shaped_slots(table)

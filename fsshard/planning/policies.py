@@ -186,8 +186,8 @@ def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Mo
     if isinstance(policy, str):
         if policy != "auto":
             raise ConfigurationError(
-                f"auto_wrap_policy={policy!r}: the only text that it takes is 'auto'; settings of fsshard.tune are "
-                "passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+                f"auto_wrap_policy={policy!r}: expected 'auto', or something else than text; settings of fsshard.tune "
+                "are passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
             )
         return _auto(table, complex_owners)
     if isinstance(policy, int):

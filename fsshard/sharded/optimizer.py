@@ -452,7 +452,7 @@ def build_optimizer(
 
     if not isinstance(model, ShardedModule):
         remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go third"
-        raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
+        raise OptimizerError(f"model: expected what fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
     requests: list[OptimizerRequest] = []
 
@@ -582,7 +582,7 @@ def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored
         unknown = [p for p in members if id(p) not in names]
         if unknown:
             raise OptimizerError(
-                f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
+                f"param_groups[{index}]: expected parameters of the model, got {len(unknown)} others (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
         groups.append({**group, "params": [names[id(p)] for p in members]})

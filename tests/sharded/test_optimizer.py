@@ -62,7 +62,7 @@ def job_wrong() -> None:
     optimizer.step()
     for given, text in (
         (optimizer, "has taken steps already"),
-        (torch.optim.Adam(Net().parameters()), "are not the model's"),
+        (torch.optim.Adam(Net().parameters()), "expected parameters of the model, got "),
         ("fsdp2", "expected a torch.optim.Optimizer, got str; did you mean backend='fsdp2'"),
         (3, "expected a torch.optim.Optimizer, got int$"),
     ):
