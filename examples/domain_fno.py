@@ -230,32 +230,35 @@ def picture(path: str, outcome: Outcome, args: argparse.Namespace, ranks: int) -
     """Material, truth, prediction with the slabs' borders, error in per cent of the largest truth: a row per field."""
     assert outcome.predictions is not None
     predictions = outcome.predictions[:, 0].numpy()
-    x, y = solve(args.tests, args.points, seed=1)
+    x, y = (each[:, 0].numpy() for each in solve(args.tests, args.points, seed=1))
+    tops = y.max(axis=(1, 2), keepdims=True)
+    truths, found = y / tops, predictions / tops
+    errors = 100 * np.abs(found - truths)
     borders = np.cumsum([len(part) for part in np.array_split(np.arange(args.points), ranks)])[:-1] - 0.5
-    titles = ("material", "pressure", f"predicted by {ranks} ranks", "error, %")
 
     def paint(figure: Any) -> None:
         grid = figure.subplots(len(x), 4, squeeze=False)
-        for row, material, truth, found in zip(grid, x[:, 0].numpy(), y[:, 0].numpy(), predictions, strict=True):
-            top = float(truth.max())
-            errors = 100 * np.abs(found - truth) / top
-            row[0].imshow(material, cmap="cividis", interpolation="nearest")
-            row[1].imshow(truth, cmap="viridis", vmin=0, vmax=top)
-            pressure = row[2].imshow(found, cmap="viridis", vmin=0, vmax=top)
-            figure.colorbar(pressure, ax=row[1:3], shrink=0.85)
-            figure.colorbar(row[3].imshow(errors, cmap="magma", vmin=0), ax=row[3], shrink=0.85)
-            relative = np.linalg.norm(found - truth) / np.linalg.norm(truth)
-            row[3].set_xlabel(f"relative error {relative:.1%}")
+        for row, *fields in zip(grid, x, truths, found, errors, strict=True):
+            row[0].imshow(fields[0], cmap="cividis", interpolation="nearest")
+            for axes, each in zip(row[1:3], fields[1:3], strict=True):
+                pressure = axes.imshow(each, cmap="viridis", vmin=0, vmax=1)
+            error = row[3].imshow(fields[3], cmap="magma", vmin=0, vmax=errors.max())
+            relative = np.linalg.norm(fields[2] - fields[1]) / np.linalg.norm(fields[1])
+            row[3].set_xlabel(f"relative L2 error {relative:.1%}")
             for axes in row:
                 axes.set(xticks=[], yticks=[])
                 axes.spines[:].set_visible(False)
             for axes in row[2:]:
                 for at in borders:
-                    axes.axhline(at, color="white", linestyle=(0, (4, 4)), linewidth=0.8)
-        for axes, title in zip(grid[0], titles, strict=True):
+                    axes.axhline(at, color="white", linestyle=(0, (4, 4)), linewidth=1.2)
+        for axes, title in zip(
+            grid[0], ("material", "true pressure", f"predicted on {ranks} ranks", "error"), strict=True
+        ):
             axes.set_title(title)
+        figure.colorbar(pressure, ax=grid[:, 2], label="pressure / its maximum", shrink=0.7)
+        figure.colorbar(error, ax=grid[:, 3], label="% of the maximum", shrink=0.7)
 
-    draw_picture(path, (11, 2.7 * len(x)), paint)
+    draw_picture(path, (12, 2.8 * len(x)), paint)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from examples.docstrings import Pair
 from fsshard import ConfigurationError, RankMismatch
 from fsshard.demo.common import Stopwatch, replace_file
+from fsshard.pictures import FAINT, GREY, draw_picture
 
 __all__ = [
     "EMPTY",
@@ -274,33 +275,43 @@ def picture(
         right: by name, the share of summaries that are right, per epoch; drawn beside the losses.
         baselines: by name, shares that need no training, as dashed lines.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10 if right else 7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if right else 1, squeeze=False)[0]
-    for number, (losses, _) in enumerate(runs.values()):
-        width = (1.5 + 2.0 * (len(runs) - 1 - number)) / 3
-        axes[0].plot(range(1, len(losses) + 1), losses, color=f"C{number}", linewidth=width, alpha=0.35)
-    steps, epochs = next(iter(runs.values()))
-    _bands(axes[0], {name: validation for name, (_, validation) in runs.items()}, len(steps) // len(epochs))
-    axes[0].set(xlabel="step", ylabel=f"loss (nats per {token})", title="thin: training; thick: validation, per epoch")
-    if right:
-        _bands(axes[1], {name: [100 * share for share in shares] for name, shares in right.items()}, 1)
-        for number, (name, share) in enumerate((baselines or {}).items()):
-            axes[1].axhline(100 * share, color=f"{0.3 + 0.25 * number}", linestyle="--", label=name)
-        axes[1].set(xlabel="epoch", ylabel="%", title="validation texts answered exactly right", ylim=(0, 100))
-    for ax in axes:
-        ax.legend()
-        ax.grid(alpha=0.3)
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, lambda temporary: figure.savefig(temporary, dpi=160))
+    draw_picture(file, (10 if right else 8, 4), lambda figure: paint(figure, runs, token, right, baselines or {}))
 
 
-def _bands(ax: Any, curves: Mapping[str, Sequence[float]], every: int) -> None:
-    """Curves with a point at each multiple of ``every``, thinner and thinner."""
+def paint(
+    figure: Any,
+    runs: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    token: str,
+    right: Mapping[str, Sequence[float]] | None,
+    baselines: Mapping[str, float],
+) -> None:
+    """Fill a figure; the arguments are those of :func:`picture`."""
+    panels = figure.subplots(1, 2 if right else 1, squeeze=False)[0]
+    for losses, _ in runs.values():
+        panels[0].plot(range(1, len(losses) + 1), losses, color=FAINT, linewidth=0.8)
+    losses, first = next(iter(runs.values()))
+    validations = {name: validation for name, (_, validation) in runs.items()}
+    _bands(panels[0], validations, len(losses) // len(first))
+    title = "grey: training, each step; coloured: validation, each epoch"
+    panels[0].set(xlabel="step", ylabel=f"loss (nats per {token})", title="" if right else title)
+    if len(runs) > 1:
+        apart = max(abs(x - y) for other in validations.values() for x, y in zip(first, other, strict=True))
+        panels[0].legend(title=f"largest difference: {apart:g}")
+    if right is None:
+        return
+    panels[0].set_title("loss: training grey, validation blue")
+    _bands(panels[1], {name: [100 * share for share in shares] for name, shares in right.items()}, 1)
+    for name, share in baselines.items():
+        panels[1].axhline(100 * share, color=GREY, linestyle="--", linewidth=1)
+        place = (max(map(len, right.values())), 100 * share)
+        panels[1].annotate(name, place, (0, 3), textcoords="offset points", color=GREY, ha="right")
+    panels[1].set(xlabel="epoch", ylabel="%", title="answers that are exactly right", ylim=(0, 100))
+
+
+def _bands(axes: Any, curves: Mapping[str, Sequence[float]], every: int) -> None:
+    """Draw curves with a point at each multiple of ``every``, thinner and thinner, so that equal ones all show."""
     for number, (name, curve) in enumerate(curves.items()):
-        width = 1.5 + 2.0 * (len(curves) - 1 - number)
+        width = 2.0 + 2.5 * (len(curves) - 1 - number)
         places = range(every, every * len(curve) + 1, every)
-        ax.plot(places, curve, color=f"C{number}", linewidth=width, marker="o", markersize=3 + width, label=name)
+        axes.plot(places, curve, linewidth=width, marker="o", markersize=3 + width, label=name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsshard.demo.common import replace_file
+from fsshard.pictures import COLOURS, GREY, draw_picture
 
 __all__ = ["Ranges", "Shown", "learning_rate", "persistence", "picture", "profiler", "squared_error", "to_image"]
 
@@ -151,34 +152,43 @@ def picture(
         rmse: by name of the run, by lead time.
         persisted: that of the forecast that nothing changes.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    file.parent.mkdir(parents=True, exist_ok=True)
+    inches = (2.6 * len(persisted) + 1, 7.5)
+    draw_picture(file, inches, lambda figure: paint(figure, shown, channel, rmse, persisted))
 
+
+def paint(
+    figure: Any, shown: Shown, channel: str, rmse: Mapping[str, Sequence[float]], persisted: Sequence[float]
+) -> None:
+    """Fill a figure; the arguments are those of :func:`picture`."""
     truth, forecast = (fields[:, 0].float() for fields in shown)
     leads = len(truth)
-    figure = Figure(figsize=(2.6 * leads + 1, 7.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(4, leads, height_ratios=[1, 1, 1, 1.6])
-    for row, (name, fields) in enumerate({"truth": truth, "forecast": forecast, "error": forecast - truth}.items()):
-        axes = [figure.add_subplot(grid[row, lead]) for lead in range(leads)]
-        for lead, ax in enumerate(axes):
-            drawn = ax.imshow(fields[lead], vmin=-3, vmax=3, cmap="RdBu_r", interpolation="nearest")
-            ax.set(xticks=[], yticks=[], title=f"{lead + 1} step{'s' if lead else ''} ahead" if row == 0 else "")
-        axes[0].set_ylabel(f"{name}, {channel}")
-        figure.colorbar(drawn, ax=axes, label="standard deviations")
-    _draw_errors(figure.add_subplot(grid[3, :]), rmse, persisted)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, lambda temporary: figure.savefig(temporary, dpi=130))
+    fields, errors = figure.subfigures(2, 1, height_ratios=[3, 1.6])
+    grid = fields.subplots(3, leads, squeeze=False)
+    for row, (name, each) in zip(
+        grid, {"truth": truth, "forecast": forecast, "error": forecast - truth}.items(), strict=True
+    ):
+        for axes, field in zip(row, each, strict=True):
+            drawn = axes.imshow(field, vmin=-3, vmax=3, cmap="RdBu_r", interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+        row[0].set_ylabel(f"{name}, {channel}")
+    for lead, axes in enumerate(grid[0], 1):
+        axes.set_title(f"{lead} step{'s' if lead > 1 else ''} ahead")
+    fields.colorbar(drawn, ax=grid, label="standard deviations", shrink=0.6)
+    _paint_errors(errors.subplots(), rmse, persisted)
 
 
-def _draw_errors(ax: Any, rmse: Mapping[str, Sequence[float]], persisted: Sequence[float]) -> None:
-    """Equal curves are nested bands, the first widest."""
-    ax.plot(range(1, len(persisted) + 1), persisted, "k--", marker="s", markersize=4, label="persistence")
+def _paint_errors(axes: Any, rmse: Mapping[str, Sequence[float]], persisted: Sequence[float]) -> None:
+    """Draw equal curves as nested bands, the first widest; each name stands at the end of its curve."""
+    leads = range(1, len(persisted) + 1)
+    axes.plot(leads, persisted, color=GREY, linestyle="--", marker="s", markersize=5)
+    axes.annotate("persistence", (leads[-1], persisted[-1]), (10, -4), textcoords="offset points", color=GREY)
     for number, (name, errors) in enumerate(rmse.items()):
-        width = 1.5 + 2.0 * (len(rmse) - 1 - number)
-        ax.plot(range(1, len(errors) + 1), errors, color=f"C{number}", linewidth=width, marker="o", label=name)
-    ax.set(
-        xlabel="steps ahead", ylabel="RMSE (standard deviations)", ylim=(0, None), xticks=range(1, len(persisted) + 1)
-    )
-    ax.legend()
-    ax.grid(alpha=0.3)
+        width = 2.0 + 2.5 * (len(rmse) - 1 - number)
+        axes.plot(leads, errors, color=COLOURS[number % len(COLOURS)], linewidth=width, marker="o", label=name)
+    if len(rmse) > 1:
+        axes.legend()
+    else:
+        axes.annotate("the model", (leads[-1], errors[-1]), (10, -4), textcoords="offset points", color=COLOURS[0])
+    axes.set(xlabel="steps ahead", ylabel="RMSE", ylim=(0, None), xticks=leads, xlim=(0.9, leads[-1] + 0.4))

@@ -134,7 +134,7 @@ _NAMES = {
 _LATER = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 _ROOMS = {
-    *("backends", "comm", "complex_params", "launching", "model", "parallel", "planning"),
+    *("backends", "comm", "complex_params", "launching", "model", "parallel", "parity", "planning"),
     *("sharded", "simulation", "wrapping"),
 }
 """As after ``import fsshard.wrapping``."""

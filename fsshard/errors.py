@@ -65,7 +65,7 @@ class UnknownBackend(ConfigurationError):
     """``backend=`` names no backend."""
 
     def __init__(self, name: object, known: Sequence[str]) -> None:
-        super().__init__(f"unknown backend {name!r}; known backends: {', '.join(known)}, or 'auto'")
+        super().__init__(f"backend: expected {', '.join(known)} or 'auto', got {name!r}")
 
 
 class UnsupportedByBackend(ConfigurationError):
@@ -154,9 +154,6 @@ class StateDictError(FsshardError, RuntimeError):
         ]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.missing, self.unexpected, self.mismatched)
-
 
 def _printable_name(key: object) -> str:
     """A name that may come out of a file: what a terminal would obey is spelled out."""
@@ -196,7 +193,10 @@ class RankFailed(FsshardError, RuntimeError):
         traceback: that rank's traceback as text, empty when the process died without one.
         cause_type: the name of the exception's class, or of the signal.
         others: rank -> what became of it, in one line, where that is known.
+        cause: that rank's exception, where it can be pickled. (As ``__cause__`` it would be printed a second time.)
     """
+
+    cause: BaseException | None = None
 
     def __init__(
         self, rank: int, cause_type: str, message: str, traceback: str = "", others: Mapping[int, str] | None = None
@@ -204,7 +204,9 @@ class RankFailed(FsshardError, RuntimeError):
         self.rank, self.cause_type, self.traceback = rank, cause_type, traceback
         self.others = dict(sorted((others or {}).items()))
         lines = [self._headline(message)]
-        lines += [f"  rank {other} {text}" for other, text in self.others.items()]
+        same = f"raised {cause_type}: {message}"
+        for other, text in self.others.items():
+            lines.append(f"  rank {other} {'raised the same' if text == same else text}")
         lines += ["", traceback] if traceback else []
         super().__init__("\n".join(lines))
 

@@ -81,7 +81,7 @@ def setting(kind: type[FsshardError], text: str, build: Callable[[], Any] = net,
 
 
 REFUSED: dict[str, Refusal] = {
-    "not a module": setting(ModelError, "torch.nn.Module", lambda: "model"),
+    "not a module": setting(ModelError, "expected an nn.Module", lambda: "model"),
     "lazy": setting(ModelError, "1.weight", lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))),
     "scripted": setting(
         ModelError, "the model is compiled by torch.jit", lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
@@ -91,8 +91,8 @@ REFUSED: dict[str, Refusal] = {
         "module '1' is compiled by torch.jit",
         lambda: nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))),
     ),
-    "no parameters": setting(ModelError, "no parameters", nn.ReLU),
-    "two devices": setting(ModelError, "several devices", lambda: changed("bias", OnGpu)),
+    "no parameters": setting(ModelError, "expected parameters", nn.ReLU),
+    "two devices": setting(ModelError, "model: expected one device, got ", lambda: changed("bias", OnGpu)),
     "expanded": setting(ModelError, "last.weight", expanded),
     "mixed dtypes": setting(
         UnsupportedByBackend,

@@ -146,10 +146,13 @@ def check_known(cls: type[Backend], settings: Settings) -> None:
     for name in sorted(set(settings.options) - set(cls.facts.option_names) - HINTS):
         others = [repr(each.name) for each in loaded_backends() if name in each.facts.option_names]
         known = ", ".join(cls.facts.option_names) or "none"
-        whose = "no backend has, nor fsshard.wrap"
+        whose = "neither"
         if others:
-            whose = f"backend={' or '.join(others)} has; leave it out"
-        raise ConfigurationError(f"backend {cls.name!r} has no option {name}, which {whose}. Its options: {known}")
+            whose = f"one of backend={' or '.join(others)}"
+        raise ConfigurationError(
+            f"{name}=: expected an argument of fsshard.wrap, or an option of backend {cls.name!r} ({known}), got "
+            f"{whose}; leave it out"
+        )
     strategy = settings.sharding_strategy
     if strategy in (None, *cls.facts.strategies):
         return

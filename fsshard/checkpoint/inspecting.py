@@ -137,8 +137,8 @@ def inspect(
             "import`"
         )
     if not path.is_dir():
-        what = "is a file; a checkpoint is a directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}")
+        what = "a file" if path.exists() else "nothing there"
+        raise CheckpointError(f"{path}: expected a checkpoint, which is a directory, got {what}")
     if _looks_like_one(path):
         return _inspect_one(path, verify, progress)
     listing = _list(path)

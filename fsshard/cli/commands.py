@@ -86,7 +86,7 @@ def export(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Write the optimizer's state, too (torch and dcp).")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="Model to write, where the checkpoint has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to write, if the checkpoint has several.")] = None,
     max_shard_bytes: Annotated[
         int, typer.Option(min=1, help="Split larger models into several safetensors files.")
     ] = 5_000_000_000,
@@ -126,7 +126,7 @@ def import_(
         ),
     ] = False,
     optimizer: Annotated[bool, typer.Option(help="Import optimizer states, too.")] = True,
-    key: Annotated[str | None, typer.Option(help="Place of the state dict, where there are several.")] = None,
+    key: Annotated[str | None, typer.Option(help="Name of the state dict to take, if SOURCE has several.")] = None,
 ) -> None:
     """Convert another program's checkpoint SOURCE into one of fsshard at DESTINATION."""
     from fsshard.checkpoint.interop.importing import import_checkpoint

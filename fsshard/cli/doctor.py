@@ -304,8 +304,9 @@ def _tried(
     try:
         text = pool.run(job, ranks, *args, timeout=timeout)[0]
     except FsshardError as error:
-        if isinstance(error.__cause__, MissingExtra):
-            return Finding(area, name, MISSING, str(error.__cause__))
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, MissingExtra):
+            return Finding(area, name, MISSING, str(cause))
         line = str(error).strip().partition("\n")[0]
         detail = error.traceback if isinstance(error, RankFailed) else ""
         return Finding(area, name, FAILS, f"{where}: {line}", detail=detail, needed=needed)

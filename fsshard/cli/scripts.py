@@ -27,7 +27,7 @@ def trace(
         str, typer.Option(metavar="every=N", help="Also keep full weights at every N-th step; 0: never.")
     ] = "every=0",
     state: Annotated[bool, typer.Option("--state", help="Also record and compare the optimizers' state.")] = False,
-    repeat: Annotated[int, typer.Option(min=0, help="Additional runs with random rounding, which bound rounding.")] = 0,
+    repeat: Annotated[int, typer.Option(min=0, help="Extra runs, rounded at random: what rounding may change.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing record.")] = False,
     quiet: Quiet = False,
 ) -> None:

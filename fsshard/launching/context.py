@@ -43,13 +43,13 @@ class RankInfo:
             sizes = f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
             raise LaunchError(f"{self.source} environment: {sizes}")
         if self.world_size > 1 and self.port is not None and not 0 < self.port < 2**16:
-            raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port} is not a port in 1..65535")
+            raise LaunchError(f"{self.source} environment: MASTER_PORT={self.port}: expected a port in 1..65535")
 
     def _check_number(self, prefix: str, rank: int, size: int) -> None:
         if not 0 <= rank < size:
             size_name = f"{prefix}WORLD_SIZE"
             raise LaunchError(
-                f"{self.source} environment: {prefix}RANK={rank} must lie in 0..{size_name}-1, and {size_name}={size}"
+                f"{self.source} environment: {prefix}RANK={rank}: expected 0..{size_name}-1, got {size_name}={size}"
             )
 
 
@@ -89,12 +89,12 @@ def integer(environment: Mapping[str, str], name: str, default: int | None = Non
     text = environment.get(name)
     if text is None:
         if default is None:
-            raise LaunchError(f"the environment describes a job only in part: {name} is not set")
+            raise LaunchError(f"environment: expected all of a job, got it without {name}; set it, or unset the rest")
         return default
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name}={text!r} must be an integer") from None
+        raise LaunchError(f"{name}={text!r}: expected an integer") from None
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
@@ -193,7 +193,7 @@ def first_host(nodes: str) -> str:
 def check_count(name: str, value: object) -> None:
     """Raise unless an argument is a positive integer or None."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise LaunchError(f"{name} must be a positive integer or None, got {value!r}")
+        raise LaunchError(f"{name}: expected a positive integer or None, got {value!r}")
 
 
 def cores() -> int:
@@ -300,19 +300,19 @@ class JoinSettings:
         device: torch.device | str | None,
     ) -> JoinSettings:
         if backend not in (None, "gloo", "nccl"):
-            raise LaunchError(f"process_group_backend must be 'gloo', 'nccl' or None, got {backend!r}")
+            raise LaunchError(f"process_group_backend: expected 'gloo', 'nccl' or None, got {backend!r}")
         limit = None
         if timeout is not None:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             if not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-                raise LaunchError(f"timeout must be a positive number of seconds, a timedelta or None, got {timeout!r}")
+                raise LaunchError(f"timeout: expected positive seconds, a timedelta or None, got {timeout!r}")
             limit = timedelta(seconds=seconds)
         check_count("threads", threads)
         place = None
         if device is not None:
             place = torch.device(device)
             if place.type not in ("cpu", "cuda"):
-                raise LaunchError(f"device must be a CPU or a CUDA device, got {device!r}")
+                raise LaunchError(f"device: expected a CPU or a CUDA device, got {device!r}")
             if backend == "nccl" and place.type == "cpu":
                 raise LaunchError(
                     "process_group_backend='nccl' moves CUDA tensors only, but device='cpu'; use "

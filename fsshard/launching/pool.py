@@ -51,7 +51,7 @@ class RankPool:
 
     def __init__(self, most_ranks: int | None = None, device: str = "cpu") -> None:
         if device not in ENVIRONMENT:
-            raise LaunchError(f"device must be 'cpu' or 'cuda', got {device!r}")
+            raise LaunchError(f"device: expected 'cpu' or 'cuda', got {device!r}")
         check_count("most_ranks", most_ranks)
         self.most_ranks = most_ranks or MOST_RANKS
         self.device = device
@@ -88,7 +88,7 @@ class RankPool:
         Raises:
             LaunchError: the job cannot be sent, or the pool does not have that many ranks. Nothing was run.
             RankHung: no rank raised anything of its own, but one waited too long; it names the collective.
-            RankFailed: a rank raised or died: the earliest failure that no other one caused. Its ``__cause__`` is
+            RankFailed: a rank raised or died: the earliest failure that no other one caused. Its ``cause`` is
                 that rank's exception, where it can be pickled; the others are ended.
         """
         # pytest shows the caller's line, and no source of ours, above the message.
@@ -146,9 +146,7 @@ class RankPool:
     def _check_size(self, world_size: int) -> None:
         __tracebackhide__ = True
         if not 1 <= world_size <= self.most_ranks:
-            raise LaunchError(
-                f"world_size must lie in 1..{self.most_ranks} (RankPool(most_ranks=...)), got {world_size}"
-            )
+            raise LaunchError(f"world_size: expected 1..{self.most_ranks} (RankPool(most_ranks=...)), got {world_size}")
         if self.device == "cuda" and world_size > cuda_devices():
             raise LaunchError(
                 f"world_size={world_size} with device='cuda' needs as many CUDA devices, and this machine shows "

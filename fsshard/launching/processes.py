@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import inspect
 import logging
 import pickle
 import signal
@@ -103,17 +104,16 @@ def launch(
     Raises:
         LaunchError: the request does not fit the machine, the environment or pickle. Nothing was started.
         RankFailed: a spawned rank raised, was killed or left early; the earliest failure that no other one caused.
-            Its ``__cause__`` is that rank's exception, where that can be pickled. Where SIGTERM ended the ranks, it
-            ends this process, too.
+            Its ``cause`` is that rank's exception, where that can be pickled. Where SIGTERM ended the ranks, it ends
+            this process, too.
     """
     settings = JoinSettings.check(process_group_backend, timeout, threads, None)
     check_count("nprocs", nprocs)
-    if not callable(fn):
-        raise LaunchError(f"launch() needs a function fn(context, *args), got {fn!r}")
     if not isinstance(args, (tuple, list)):
-        raise LaunchError(f"args must be a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
+        raise LaunchError(f"args: expected a tuple or a list, got {type(args).__name__}; for one argument: args=(x,)")
+    _check_takes(fn, args)
     if not isinstance(grace, (int, float)) or not grace >= 0:
-        raise LaunchError(f"grace must be a number of seconds, at least 0, got {grace!r}")
+        raise LaunchError(f"grace: expected seconds, at least 0, got {grace!r}; leave it out for 30")
     sizes = running_sizes()
     if sizes is None:
         return _spawn(fn, tuple(args), _fitting_nprocs(nprocs, settings.backend, oversubscribe), settings, grace)
@@ -135,6 +135,18 @@ def launch(
     return run()
 
 
+def _check_takes(fn: Any, args: Sequence[Any]) -> None:
+    """Raise unless ``fn`` can be called with the context and ``args``, as far as its signature tells."""
+    try:
+        inspect.signature(fn, follow_wrapped=False).bind(None, *args)
+    except (TypeError, ValueError) as error:
+        name = getattr(fn, "__name__", repr(fn))
+        raise LaunchError(
+            f"fn: expected a function that launch() can call as fn(ctx, *args), got {name} with {len(args)} args "
+            f"({error}); write def train(ctx, ...): the context first, then a parameter for each of args"
+        ) from None
+
+
 def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool) -> int:
     """Return the number of processes to spawn, if this machine can hold it."""
     devices = cuda_devices()
@@ -146,8 +158,8 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool
         wanted = devices if nprocs is None else nprocs
         if wanted > devices:
             raise LaunchError(
-                f"nprocs={wanted}, but this machine has {devices} CUDA device{'s' if devices > 1 else ''}; "
-                f"pass nprocs={devices} or less, or process_group_backend='gloo' for the CPU"
+                f"nprocs={wanted}, but this machine has {devices} CUDA device(s); pass nprocs={devices} "
+                "or less, or process_group_backend='gloo' for the CPU"
             )
         return wanted
     wanted, limit = nprocs or 1, max(4, cores())

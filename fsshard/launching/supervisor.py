@@ -183,7 +183,7 @@ class Outcome:
     def error(self) -> RankFailed | None:
         """Return the first real failure; else the rank that waited in vain; else who left early, or the first echo.
 
-        Its ``__cause__`` is the exception of that rank, or the echo of its leaving, where it can be pickled.
+        Its ``cause`` is the exception of that rank, or the echo of its leaving, where it can be pickled.
         """
         failures = self.failures.values()
         late = [failure for failure in failures if failure.is_late]
@@ -196,7 +196,7 @@ class Outcome:
         if first.consequence and self.finished:
             return self._left_early(first)
         error = RankFailed(first.rank, first.type_name, first.message, first.traceback, self._others(first.rank))
-        error.__cause__ = first.error()
+        error.cause = first.error()
         return error
 
     def error_of(self, rank: int) -> RankFailed | None:
@@ -210,9 +210,8 @@ class Outcome:
 
     def cause(self, rank: int) -> BaseException | None:
         """Return the exception that the rank raised, where it can be pickled."""
-        if rank not in self.failures:
-            return None
-        return self.failures[rank].error()
+        failure = self.failures.get(rank)
+        return failure.error() if failure else None
 
     def _left_early(self, failure: Failure) -> RankFailed:
         """Return the failure of the first rank that had finished, of which ``failure`` is the echo on another one."""
@@ -230,7 +229,7 @@ class Outcome:
         )
         waited = location_in_traceback(failure.traceback).told("waited")
         error = RankFailed(left, how, message, failure.traceback, {failure.rank: waited})
-        error.__cause__ = failure.error()
+        error.cause = failure.error()
         return error
 
     def _hang(self, late: list[Failure]) -> RankHung:
@@ -253,7 +252,7 @@ class Outcome:
         if missing:
             message = f"{missing}; {message}. {UNEQUAL_CALLS}"
         error = RankHung(rank, place.collective, message, stack, self._others(rank))
-        error.__cause__ = self.cause(rank)
+        error.cause = self.cause(rank)
         return error
 
     def _missing(self, waiting: int, place: StackLocation) -> str:

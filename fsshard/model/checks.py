@@ -45,7 +45,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     """
     if not isinstance(table.root, nn.Module):
         raise ModelError(
-            f"expected a torch.nn.Module, got {type(table.root).__name__}; pass the model, not its class or a list"
+            f"model: expected an nn.Module, got {type(table.root).__name__}; pass the model, not its class or a list"
         )
     check_not_wrapped(table.modules, wrappers)
     slots = shaped_slots(table)
@@ -62,7 +62,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     devices = {slot.parameter.device: slot.name for slot in slots}
     if len(devices) > 1:
         places = [f"{name} on {device}" for device, name in devices.items()]
-        raise ModelError(f"the model is on several devices ({', '.join(places)}); move it to one with model.to(device)")
+        raise ModelError(f"model: expected one device, got {', '.join(places)}; move it to one with model.to(device)")
     return slots
 
 

@@ -367,9 +367,9 @@ class _Runner:
         try:
             results = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=show)
         except RankFailed as error:
-            if isinstance(error.__cause__, USERS_MISTAKES):
+            if isinstance(error.cause, USERS_MISTAKES):
                 # The rank's traceback would tell the user nothing.
-                raise error.__cause__ from error
+                raise error.cause from None
             raise
         self._done += 1
         show(0, 0.0)
@@ -412,9 +412,9 @@ def _cell(runner: _Runner, compared: Compared, job: Job) -> Cell:
         cell = _refused(error)
     except RankFailed as error:
         cell = _failed(error)
-        if job.mesh is not None and isinstance(error.__cause__, (GradientError, RankMismatch)):
+        if job.mesh is not None and isinstance(error.cause, (GradientError, RankMismatch)):
             # fsshard itself has refused it, and says why.
-            cell.reason = str(error.__cause__)
+            cell.reason = str(error.cause)
             cell.traceback = ""
     cell.seconds = time.perf_counter() - start
     return _at(job, cell)

@@ -183,12 +183,12 @@ def shaped_slots(table: ModuleTable) -> list[ParameterSlot]:
     """Return the places of a model's parameters; raise if there are none, or if some have no shape yet."""
     slots = list(table.slots())
     if not slots:
-        raise ModelError(f"{type(table.root).__name__} has no parameters; there is nothing to shard")
+        raise ModelError(f"model: expected parameters, got a {type(table.root).__name__} without any; use it as it is")
     # A plan is made of shapes, which a lazy module learns in its first forward.
     lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
     if lazy:
         names = ", ".join(lazy[:5])
-        raise ModelError(f"lazy parameters have no shape yet: {names}; run one forward first")
+        raise ModelError(f"model: expected parameters with shapes, got lazy ones: {names}; run one forward first")
     return slots
 
 

@@ -52,7 +52,7 @@ class Precision:
         for field in ("param", "reduce", "buffer", "output", "send", "fp32_units"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise PrecisionError(f"Precision({field}=...) must be a floating-point dtype or None, got {dtype!r}")
+                raise PrecisionError(f"Precision({field}=...): expected a floating-point dtype or None, got {dtype!r}")
         if self.fp32_units not in (None, torch.float32):
             raise PrecisionError(
                 f"Precision(fp32_units={self.fp32_units}): modules with complex weights, and BatchNorms, compute in "
@@ -186,13 +186,13 @@ def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Mo
     if isinstance(policy, str):
         if policy != "auto":
             raise ConfigurationError(
-                f"auto_wrap_policy={policy!r}: the only text that it takes is 'auto'; settings of fsshard.tune are "
-                "passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
+                f"auto_wrap_policy={policy!r}: expected 'auto', or something else than text; settings of fsshard.tune "
+                "are passed as fsshard.wrap(model, **fsshard.tune(model, batch=batch, world_size=N).settings)"
             )
         return _auto(table, complex_owners)
     if isinstance(policy, int):
         if policy is True or policy <= 0:
-            raise ConfigurationError(f"auto_wrap_policy={policy!r}: a size must be a positive number of bytes")
+            raise ConfigurationError(f"auto_wrap_policy={policy!r}: expected a positive number of bytes, or None")
         return _by_size(table, policy)
     if isinstance(policy, type):
         return _by_class(table, {policy})
@@ -259,7 +259,7 @@ def _by_class(table: ModuleTable, policy: Collection[Any]) -> Reasons:
     classes = tuple(item for item in policy if isinstance(item, type))
     names = {item for item in policy if isinstance(item, str)}
     if not policy or not all(isinstance(item, (str, type)) for item in policy):
-        raise ConfigurationError(f"auto_wrap_policy={policy!r}: a set must hold module classes or class names")
+        raise ConfigurationError(f"auto_wrap_policy={policy!r}: expected module classes, or their names, in a set")
     _check_present(table, classes, names)
     picked = {}
     for module in table.modules.values():

@@ -109,22 +109,19 @@ class Recipe:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("build", "batches", "loss"):
+        optional = "param_groups", "scheduler", "join", "split"
+        for name in ("build", "batches", "loss", *optional):
             value = getattr(self, name)
-            if not callable(value):
-                raise RecipeError(f"recipe.{name} must be a function, got {value!r}")
-        for name in ("param_groups", "scheduler", "join", "split"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise RecipeError(f"recipe.{name} must be a function or None, got {value!r}")
+            if not callable(value) and (value is not None or name not in optional):
+                raise RecipeError(f"recipe.{name}: expected a function, got {value!r}")
         if not (isinstance(self.optimizer, type) and issubclass(self.optimizer, Optimizer)):
-            raise RecipeError(f"recipe.optimizer must be a torch.optim.Optimizer class, got {self.optimizer!r}")
+            raise RecipeError(f"recipe.optimizer: expected a torch.optim.Optimizer class, got {self.optimizer!r}")
         if not is_count(self.accumulate):
-            raise RecipeError(f"recipe.accumulate must be a positive integer, got {self.accumulate!r}")
+            raise RecipeError(f"recipe.accumulate: expected a positive integer, got {self.accumulate!r}")
         for name in ("hyper", "settings"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):
-                raise RecipeError(f"recipe.{name} must be a dict of keyword arguments, got {value!r}")
+                raise RecipeError(f"recipe.{name}: expected a dict of keyword arguments, got {value!r}")
         self._check_clip()
         # The loop calls step() without a closure.
         check_steps_alone(self.optimizer)
@@ -138,7 +135,7 @@ class Recipe:
             if not isinstance(number, (int, float)) or isinstance(number, bool) or not number > 0:
                 valid = False
         if not valid:
-            raise RecipeError(f"recipe.clip must be a positive norm, or (max_norm, norm_type), got {self.clip!r}")
+            raise RecipeError(f"recipe.clip: expected a positive norm, or (max_norm, norm_type), got {self.clip!r}")
 
     @property
     def clipping(self) -> tuple[float, float] | None:

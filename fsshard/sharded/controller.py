@@ -101,7 +101,9 @@ class ModelController:
     def forward(self, args: Any, kwargs: Any) -> Any:
         """Run the user's forward under the engine."""
         if self.whole is not None:
-            raise FsshardError("forward inside full_parameters(); leave the context first")
+            raise FsshardError(
+                "model(...): expected a call outside of full_parameters(), got one inside; leave that context first"
+            )
         looked_at = self._looks.begin()
         if looked_at or self._unfilled:
             self.check_filled()
@@ -341,7 +343,7 @@ class ModelController:
         if entry is not None:
             return entry
         if isinstance(item, str):
-            raise OptimizerError(f"the model has no parameter {item!r}")
+            raise OptimizerError(f"expected the name of a parameter of this model, got {item!r}")
         if not isinstance(item, Tensor):
             raise OptimizerError(f"expected a parameter of this model or its name, got a {type(item).__name__}")
         if record_of(item).is_stale:

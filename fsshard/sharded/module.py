@@ -474,7 +474,7 @@ class ShardedModule(nn.Module):
         with taking_part(settings.group, "state_dict()"):
             flags = meet(settings.everyone, "state_dict()", f"{rank0_only} {offload_to_cpu}")
             if len(set(flags)) > 1:
-                raise RankMismatch("state_dict: the ranks disagree on rank0_only or offload_to_cpu; pass the same")
+                raise RankMismatch("state_dict: expected one rank0_only and offload_to_cpu on all ranks, got several")
             controller.step_counts.compare()
             controller.buffers.sync()
             return gather_state_dict(self.backend, controller.buffers, rank0_only, offload_to_cpu)
@@ -566,7 +566,7 @@ def clip_grad_norm_(
     """
     members = wrapped_models(models, "clip_grad_norm_")
     if not norm_type > 0:
-        raise ConfigurationError(f"norm_type must be positive or inf, got {norm_type}")
+        raise ConfigurationError(f"norm_type: expected a positive number or inf, got {norm_type}")
     backends = [model.backend for model in members]
     for model in members:
         model._fsshard.check_knows_all_ranks("clip_grad_norm_")

@@ -220,8 +220,8 @@ class ShardedOptimizer(Optimizer):
             check_same_parameters(backend)
             more = ", ..." if len(unused) > 5 else ""
             raise OptimizerError(
-                f"no gradient reached {', '.join(unused[:5])}{more}; if the forward "
-                "leaves parameters out on purpose, pass find_unused_parameters=True to fsshard.wrap"
+                f"expected gradients of all parameters, got none of {', '.join(unused[:5])}{more}; if the forward leaves "
+                "some out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
     def finish_gradients(self) -> None:
@@ -528,13 +528,13 @@ def build_optimizer(
 
     if not isinstance(model, ShardedModule):
         remedy = "wrap it first" if isinstance(model, nn.Module) else "pass the model; some of its parameters go third"
-        raise OptimizerError(f"expected a model that fsshard.wrap returned, got {type(model).__name__}; {remedy}")
+        raise OptimizerError(f"model: expected what fsshard.wrap returned, got {type(model).__name__}; {remedy}")
     backend = model.backend
     requests = []
 
     def prepare() -> str:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise OptimizerError(f"optimizer_class must be a torch.optim.Optimizer class, got {_told(optimizer_class)}")
+            raise OptimizerError(f"optimizer_class: expected a class of torch.optim, got {_told(optimizer_class)}")
         _check_settings(optimizer_class, param_groups, defaults)
         named, settings = parameters_by_keyword(defaults, backend.entries, model._fsshard.find_entry)
         if param_groups is None:
@@ -543,7 +543,7 @@ def build_optimizer(
         else:
             groups = _resolved(model, param_groups)
         if not groups:
-            raise OptimizerError("param_groups is empty; pass None for all parameters")
+            raise OptimizerError("param_groups: expected parameters, got none; pass None for all of the model's")
         if named:
             groups = groups_with_keywords(optimizer_class, groups, named, settings, backend.entries)
         parameters = {entry.name: (entry.shape, entry.kind.is_complex) for entry in backend.all}
@@ -622,7 +622,7 @@ def _resolved(model: ShardedModule, given: Iterable[Any]) -> Groups:
     resolved = []
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
-            raise OptimizerError(f"param_groups[{index}] must be a dict with 'params', got {group!r}")
+            raise OptimizerError(f"param_groups[{index}]: expected a dict with 'params', got {group!r}")
         params = group["params"]
         members = [params] if isinstance(params, (str, Tensor)) else list(params)
         members = model.backend.settings.ignored.trainable(members)
@@ -656,7 +656,7 @@ def check_unstepped(optimizer: object) -> None:
     """Raise unless ``optimizer`` is a live torch optimizer that has not taken a step."""
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, ShardedOptimizer):
         meant = f"; did you mean backend={optimizer!r}?" if isinstance(optimizer, str) else ""
-        raise OptimizerError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
+        raise OptimizerError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}{meant}")
     for state in optimizer.state.values():
         # Adagrad has state from the start, with step 0.
         step = None
@@ -680,7 +680,7 @@ def name_groups(optimizer: Optimizer, names: Mapping[int, str], ignored: Ignored
         unknown = [parameter for parameter in members if id(parameter) not in names]
         if unknown:
             raise OptimizerError(
-                f"{len(unknown)} parameters in param_groups[{index}] are not the model's (first: shape "
+                f"param_groups[{index}]: expected parameters of the model, got {len(unknown)} others (first: shape "
                 f"{tuple(unknown[0].shape)}); hand over the optimizer of this model"
             )
         own_names = [names[id(parameter)] for parameter in members]

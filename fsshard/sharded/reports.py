@@ -19,7 +19,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.model.compiling import explain_compilation
 from fsshard.planning.bounds import Circumstances, bounds_of, sent
 from fsshard.planning.plan import Plan, explain_plan
-from fsshard.planning.text import aligned, ratio, size, wrapped
+from fsshard.planning.text import aligned, counted, ratio, size, wrapped
 from fsshard.state_objects import tensors_in
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
 
@@ -93,7 +93,7 @@ class MemoryReport:
                 columns[kind] = list(map(size, sizes))
         columns["total"] = [size(rank.total) for rank in self.ranks]
         under = f" under backend {self.backend!r}" if self.backend else ""
-        lines = [f"memory{under}, {_ranks(self.world_size)}, device {self.device}: {self.what}"]
+        lines = [f"memory{under}, {counted(self.world_size, 'rank')}, device {self.device}: {self.what}"]
         if len(first.phases) > 1:
             lines += _table_of(columns)
             columns = {"rank": numbers}
@@ -134,10 +134,6 @@ class MemoryReport:
                     # TensorBoard takes no blanks in tags.
                     word = name.replace(" ", "_")
                     writer.add_scalar(f"{tag}/rank{rank.rank}/{word}", value, step)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _table_of(columns: Mapping[str, list[str]]) -> list[str]:
@@ -243,7 +239,7 @@ def explain(backend: Backend, estimate: Any = None) -> str:
     plan = settings.plan
     if estimate is not None:
         _check_same(backend, estimate)
-    ranks = _ranks(settings.world_size)
+    ranks = counted(settings.world_size, "rank")
     whose = f" ({settings.about})" if settings.about else ""
     lines = [f"backend {backend.name!r}{whose} on {ranks}, device {settings.device}"]
     if settings.compilation is not None:

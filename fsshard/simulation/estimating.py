@@ -164,7 +164,7 @@ def recipe_source(subject: Any, batch: Any, loss: Any, real: bool) -> Any:
     _check_module(subject)
     if batch is None:
         raise ConfigurationError(
-            "batch=None: the forward of a module needs one rank's batch: a tensor, a tuple, or a dict of keywords"
+            "batch: expected one rank's batch for the module's forward (a tensor, tuple or dict of keywords), got None"
         )
     return Recipe(
         build=packed(subject, real=real),

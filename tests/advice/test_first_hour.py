@@ -192,6 +192,8 @@ def case_destroyed(ctx: Any, call: str, folder: str) -> str:
 
 
 def test_calls_behind_the_end_of_the_process_group(tmp_path: Path) -> None:
+    with refused("write def train(ctx, ...): the context first, then a parameter for each of args", LaunchError):
+        fsshard.launch(case_destroyed, 1, ("save",))
     for call in ("save", "load", "state_dict", "optimizer.state_dict"):
         assert fsshard.launch(case_destroyed, 1, (call, str(tmp_path / "one"))) == "refused"
 

@@ -174,7 +174,7 @@ REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
         r"save\(.*last'\) failed\n  rank 1: cannot write .*too large",
     ),
     "no memory": (uncopied, r"last'\) failed\n  rank 1: OSError: .*Cannot allocate memory"),
-    "file": (file_later, r"rank 0: .*file is a file; a checkpoint is a directory"),
+    "file": (file_later, r"rank 0: .*file: expected a directory that is a checkpoint, got a file"),
     "vanished": (vanished, r"rank 1: cannot create .*No such file"),
     "unseen": (unseen, r"rank 1: .*was made by rank 0 and is not there for this rank; path must be on"),
     "function on one": (

@@ -114,12 +114,12 @@ def test_a_directory_of_checkpoints(ranks: Any, tmp_path: Path, caplog: pytest.L
 
 
 def test_what_is_none(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="got nothing there"):
         inspect(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="is not a checkpoint and contains none"):
         inspect(tmp_path)
     (tmp_path / "file").write_text("no checkpoint")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="got a file"):
         inspect(tmp_path / "file")
     fsshard.export(saved, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"of another kind \(safetensors\).*fsshard import"):
@@ -154,7 +154,7 @@ def test_inspect_tells_what_is_damaged(one_rank: Any, tmp_path: Path, capsys: py
     file.unlink()
     assert run("inspect", copy) == 1
     assert run("inspect", tmp_path / "nothing") == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "got nothing there" in capsys.readouterr().err
     assert run("export", copy, tmp_path / "model.pt") == 1
     assert capsys.readouterr().err.startswith("fsshard: ")
 

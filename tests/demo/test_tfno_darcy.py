@@ -81,7 +81,7 @@ def test_one_step_has_no_bytes_to_show(ranks: RankPool, environment: dict[str, s
     ("arguments", "said"),
     [
         (["--batch-size", "7", "--nprocs", "2"], "--batch-size 7 must be a multiple of --world-size 2"),
-        (["--backends", "fsdp2,fsdp9"], "unknown backend 'fsdp9'"),
+        (["--backends", "fsdp2,fsdp9"], "got 'fsdp9'"),
         (["--plot", "darcy.jpg"], "ends in .png, .svg or .pdf"),
         (["--epochs", "0"], "'--epochs'"),
         (["--clip", "-1"], "'--clip'"),

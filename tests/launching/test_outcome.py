@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsshard.errors import RankHung
+from fsshard.errors import RankFailed, RankHung
 from fsshard.launching.supervisor import Failure, Outcome, is_consequence
 
 
@@ -26,6 +26,7 @@ def test_the_earliest_real_failure_is_told_with_what_became_of_the_others() -> N
     error = outcome(echo, late, early, finished=(3,), size=4).error()
     assert error is not None
     assert (error.rank, error.others[3], set(error.others)) == (2, "had finished", {0, 1, 3})
+    assert str(RankFailed(0, "E", "no", others={1: "raised E: no"})).endswith("rank 1 raised the same")
 
 
 def test_where_there_are_only_echoes_who_left_early_is_told_or_the_first() -> None:

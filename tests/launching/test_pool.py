@@ -287,7 +287,7 @@ def test_a_rank_that_raises_is_named_and_frees_the_others(ranks: RankPool) -> No
     assert not isinstance(error, RankHung)
     assert (error.rank, error.cause_type) == (1, "KeyError")
     assert "rank_one_raises_while_the_others_wait" in error.traceback and error.traceback in str(error)
-    assert isinstance(error.__cause__, KeyError)
+    assert isinstance(error.cause, KeyError)
     assert list(error.others) == [0, 2]
     for text in error.others.values():
         assert text.startswith(
@@ -348,7 +348,7 @@ def test_a_rank_can_be_asked_for_its_stack_after_a_library_has_put_handlers_back
 def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
     with pytest.raises(RankFailed, match="LocalError: of a local class") as caught:
         ranks.run(raises_what_cannot_be_pickled, 1)
-    assert caught.value.__cause__ is None
+    assert caught.value.cause is None
     (represented,) = ranks.run_expecting_errors(raises_what_cannot_be_pickled, 1)
     assert isinstance(represented, RankFailed) and represented.cause_type == "LocalError"
     with pytest.raises(RankFailed, match="rank 0 returned a function that cannot be pickled"):
@@ -360,11 +360,9 @@ def test_what_cannot_be_pickled_is_reported_as_text(ranks: RankPool) -> None:
 
 REFUSED: dict[str, Callable[[RankPool], Any]] = {
     "cannot be sent to the ranks": lambda pool: pool.run(summed, 1, threading.Lock()),
-    r"world_size must lie in 1\.\.4 \(RankPool\(most_ranks=\.\.\.\)\), got 5": lambda _: RankPool(4).run(
-        summed, 5, 0.0
-    ),
-    "most_ranks must be a positive integer or None, got 0": lambda _: RankPool(most_ranks=0),
-    "device must be 'cpu' or 'cuda', got 'tpu'": lambda _: RankPool(device="tpu"),
+    r"world_size: expected 1\.\.4 \(RankPool\(most_ranks=\.\.\.\)\), got 5": lambda _: RankPool(4).run(summed, 5, 0.0),
+    "most_ranks: expected a positive integer or None, got 0": lambda _: RankPool(most_ranks=0),
+    "device: expected 'cpu' or 'cuda', got 'tpu'": lambda _: RankPool(device="tpu"),
     "world_size=2 with device='cuda' needs as many CUDA devices.* shows 1; ask": (
         lambda _: RankPool(device="cuda").run(summed, 2, 0.0)
     ),
@@ -532,7 +530,7 @@ def test_a_rank_that_waits_in_vain_is_named_with_its_collective(ranks: RankPool)
     assert (error.rank, error.collective) == (0, waits)
     assert told.startswith(f"rank 1 never came to {waits}: it had finished; rank 0 waited in {waits}, at ")
     assert ", and timed out. Look for a collective that ranks do not " in told and "Timed out waiting" in told
-    assert error.others == {1: "had finished"} and isinstance(error.__cause__, RuntimeError)
+    assert error.others == {1: "had finished"} and isinstance(error.cause, RuntimeError)
 
 
 def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None:

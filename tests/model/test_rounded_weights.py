@@ -195,5 +195,5 @@ def test_the_plan_says_so_and_narrow_units_are_sent_as_they_compute() -> None:
     sent = {unit.name: unit.send for unit in plan.units}
     assert sent == {"": None, "blocks.0": torch.bfloat16, "blocks.1": torch.bfloat16}
     assert "float32 units compute with weights rounded to bfloat16" in plan.explain()
-    with pytest.raises(PrecisionError, match=r"Precision\(send=...\) must be a floating-point dtype"):
+    with pytest.raises(PrecisionError, match=r"Precision\(send=...\): expected a floating-point dtype"):
         fsshard.Precision(send=torch.int8)

@@ -186,8 +186,8 @@ def test_absent_classes_of_torchs_policies_are_named_too(name: str, classes: Any
         resolve_blocks(ModuleTable(blocks()), policy)
 
 
-SET = "a set must hold module classes or class names"
-SIZE = "a size must be a positive number of bytes"
+SET = "expected module classes, or their names, in a set"
+SIZE = "expected a positive number of bytes"
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_fp32_units_compute_in_float32() -> None:
 @pytest.mark.parametrize("field", ["param", "reduce", "buffer", "output", "fp32_units"])
 @pytest.mark.parametrize("value", [torch.complex64, "bf16"])
 def test_precisions_are_floating_point_dtypes(field: str, value: Any) -> None:
-    with pytest.raises(PrecisionError, match=rf"Precision\({field}=\.\.\.\) must be a floating-point dtype or None"):
+    with pytest.raises(PrecisionError, match=rf"Precision\({field}=\.\.\.\): expected a floating-point dtype or None"):
         Precision(**{field: value})
 
 

@@ -113,9 +113,9 @@ def test_a_misspelt_attribute_is_not_passed_over(name: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"build": 3}, r"recipe\.build must be a function"),
-        ({"optimizer": "Adam"}, "must be a torch.optim.Optimizer class"),
-        ({"accumulate": 0}, "must be a positive integer"),
+        ({"build": 3}, r"recipe\.build: expected a function"),
+        ({"optimizer": "Adam"}, "expected a torch.optim.Optimizer class"),
+        ({"accumulate": 0}, "expected a positive integer"),
     ],
 )
 def test_fields_are_checked(change: dict[str, Any], text: str) -> None:

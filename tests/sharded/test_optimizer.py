@@ -62,9 +62,9 @@ def job_wrong() -> None:
     optimizer.step()
     for given, text in (
         (optimizer, "has taken steps already"),
-        (torch.optim.Adam(Net().parameters()), "are not the model's"),
-        ("fsdp2", "must be a torch.optim.Optimizer, got str; did you mean backend='fsdp2'"),
-        (3, "must be a torch.optim.Optimizer, got int$"),
+        (torch.optim.Adam(Net().parameters()), "expected parameters of the model, got "),
+        ("fsdp2", "expected a torch.optim.Optimizer, got str; did you mean backend='fsdp2'"),
+        (3, "expected a torch.optim.Optimizer, got int$"),
     ):
         with pytest.raises(OptimizerError, match=text):
             fsshard.wrap(module, given, backend="ddp")  # type: ignore[call-overload]
@@ -77,7 +77,7 @@ def job_wrong_arguments() -> None:
         (bare, torch.optim.Adam, "got Net; wrap it first"),
         (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go third"),
         (model, torch.optim.Adam(model.parameters()), settings),
-        (model, "Adam", "must be a torch.optim.Optimizer class, got 'Adam'"),
+        (model, "Adam", "expected a class of torch.optim, got 'Adam'"),
     ):
         with pytest.raises(OptimizerError, match=re.escape(text)):
             fsshard.build_optimizer(what, kind, lr=0.1)  # type: ignore[arg-type]

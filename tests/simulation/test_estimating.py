@@ -392,7 +392,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
     for arguments, kind, text in wrong:
         with pytest.raises(kind, match=text):
             estimate(net(), **arguments)
-    with pytest.raises(ConfigurationError, match="batch=None"):
+    with pytest.raises(ConfigurationError, match="batch: expected one rank"):
         estimate(Net(), backend="ddp")
     with pytest.raises(RecipeError, match="not a recipe"):
         estimate(None, batch=BATCH)

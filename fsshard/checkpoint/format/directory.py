@@ -434,7 +434,7 @@ def _check_replaceable(path: Path) -> None:
             )
         path = target
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a directory, and replaces only a checkpoint")
+        raise CheckpointError(f"{path}: expected a directory that is a checkpoint, got a file; save under another name")
     # It is said before all is written to a place next to it.
     if os.path.ismount(path):
         raise CheckpointError(f"{path} is a mount point, which cannot be renamed; save to a directory in it")

@@ -258,7 +258,7 @@ def read_index(
             f"there is no checkpoint at {directory}; fsshard.latest(folder) returns the newest of a folder, or None"
         )
     if not os.path.isdir(directory):
-        raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
+        raise CheckpointError(f"{directory}: expected a checkpoint, which is a directory, got a file")
     path = directory / INDEX_FILE
     try:
         with os.fdopen(open_regular(path), "rb") as stream:

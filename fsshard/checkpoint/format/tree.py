@@ -236,5 +236,5 @@ def _unknown(path: str, value: Any) -> CheckpointError:
     if isinstance(value, (np.ndarray, np.generic)):
         name += f" of {value.dtype}"
     return CheckpointError(
-        f"{path}: a {name} ({reprlib.repr(value)}); checkpoints hold numbers, strings, tensors and containers of them"
+        f"{path}: expected numbers, strings, tensors and containers of them, got a {name} ({reprlib.repr(value)})"
     )

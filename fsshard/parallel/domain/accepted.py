@@ -124,8 +124,8 @@ def check_operator(model: nn.Module, split: int, pointwise: Sequence[Any]) -> No
     order = order_of(model)
     if order <= split:
         raise ModelError(
-            f"the operator has {order} spatial dimension{'s' if order > 1 else ''}, of which {split} cannot be split: "
-            "the last one has to be whole on each rank, since its transform is that of real numbers"
+            f"the operator has {order} spatial dimension(s), of which {split} cannot be split: the last one has to be "
+            "whole on each rank, since its transform is that of real numbers"
         )
 
 

@@ -23,8 +23,8 @@ from fsshard.planning.text import counted
 # Quantities whose numbers make the verdict, beside the facts of step_causes.py.
 DECIDING = ("initial weight", "weight", "state", "buffer")
 HINT = (
-    "hint: if this may be rounding alone, as of sums in another order, runs of the old script that are rounded "
-    "otherwise bound it; record it with fsshard trace --repeat 8"
+    "hint: if this may be rounding alone, such as sums in another order, record the old script again with fsshard "
+    "trace --repeat 8; its extra runs, rounded at random, bound what rounding changes"
 )
 # The largest distance among fewer runs says too little about the next one's.
 LEAST_REPEATS = 4
@@ -450,7 +450,7 @@ def _looked_at(pair: Pair) -> str:
     buffers = len(pair.last[0].buffers)
     model = f"{_listed(engines)} with {len(rank.initial)} parameters and {buffers} buffers"
     optimizer = _listed(sorted(optimizers))
-    return f"looked at: {model}, {optimizer}, losses, settings, modes, layers; not: {_listed(unseen)}"
+    return f"compared: {model}, {optimizer}, losses, settings, modes, layers; not compared: {_listed(unseen)}"
 
 
 def _listed(words: list[str]) -> str:

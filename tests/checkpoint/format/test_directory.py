@@ -379,7 +379,7 @@ def _link(path: Path, target: Any) -> Path:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "file": (lambda t: _file(t / "x"), "x is a file; a checkpoint is a directory"),
+    "file": (lambda t: _file(t / "x"), "x: expected a directory that is a checkpoint, got a file"),
     "file above": (lambda t: _file(t / "x") / "last", "x/last: Not a directory"),
     "other things": (lambda t: _full(t / "x"), r"x holds no checkpoint but other files \(results.csv\)"),
     "an index of others": (lambda t: _index(t / "x", "photo.jpg"), r"x holds no checkpoint but .*\(photo.jpg\)"),
@@ -512,7 +512,7 @@ def test_what_is_loaded_where_a_save_was_cut_short(tmp_path: Path, caplog: pytes
     (path.with_name("last.previous") / DATA).unlink()
     with pytest.raises(CorruptCheckpoint, match=INDEX_FILE):
         resolve(path)
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="got a file"):
         resolve(_file(tmp_path / "x"))
     with pytest.raises(CheckpointError, match="is not a path"):
         resolve("")

@@ -85,7 +85,7 @@ REFUSED = {
     "of two": "ConfigurationError: prepare(): the SGD has parameters of several models",
     "of none": "ConfigurationError: prepare(): the SGD has parameters of 0 prepared models and others",
     "shared": "ConfigurationError: prepare(): parameter ",
-    "unknown": "UnknownBackend: unknown backend 'fsdp3'",
+    "unknown": "UnknownBackend: backend: expected none, ddp, ",
     "fp16": "ConfigurationError: fp16: Accelerate silently computes in float32 on 'cpu'",
     "wrapped": "AlreadyWrapped: ",
     "second": "AlreadyWrapped: ",

@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: operator({**TWO, "n_layers": 1, "domain_padding": 0.1, "resolution_scaling_factor": 2}),
         "DomainPadding, pads a field whose resolution is scaled",
     ),
-    "three of three": (lambda: operator(TWO), "2 spatial dimensions, of which 2 cannot be split"),
+    "three of three": (lambda: operator(TWO), "2 spatial dimension(s), of which 2 cannot be split"),
 }
 
 

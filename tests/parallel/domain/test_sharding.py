@@ -312,6 +312,6 @@ def job_refused() -> dict[str, str]:
 
 def test_what_cannot_be_split(ranks: Any) -> None:
     for found in ranks.run(job_refused, 2):
-        assert "1 spatial dimension, of which 1 cannot be split" in found["1-D"]
+        assert "1 spatial dimension(s), of which 1 cannot be split" in found["1-D"]
         assert "fno_blocks.convs.0.weight, TuckerTensor, cannot be cut by modes" in found["factors"]
         assert "shard_domain(mesh=2): expected a slice of a DeviceMesh" in found["no mesh"]

@@ -68,7 +68,7 @@ def test_a_script_that_spawns_its_ranks(ranks: Any, tmp_path: Path, capfd: pytes
     assert said == (
         "The same training: old and old on 2 ranks have equal weights to the last bit, 2 parameters in 3 steps."
     )
-    assert looked_at.startswith("looked at: DistributedDataParallel with 2 parameters and 0 buffers, SGD, losses")
+    assert looked_at.startswith("compared: DistributedDataParallel with 2 parameters and 0 buffers, SGD, losses")
     files = [str(tmp_path / "report.json"), str(tmp_path / "difference.png")]
     both = [str(tmp_path / "old"), str(tmp_path / "new")]
     assert main(["compare", *both, "--json", files[0], "--plot", files[1]]) == 1

@@ -210,7 +210,7 @@ def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch)
     for arguments, kind, text in wrong:
         with pytest.raises(kind, match=text):
             fsshard.tune(tower(), **{"world_size": 4, **arguments})
-    with pytest.raises(ConfigurationError, match="batch=None"):
+    with pytest.raises(ConfigurationError, match="batch: expected one rank"):
         fsshard.tune(Tower(), world_size=2)
     with pytest.raises(ConfigurationError, match="a plan is what"):
         fsshard.tune(fsshard.plan(Tower()), world_size=2)
