@@ -22,6 +22,10 @@ from fsshard.oss.norm_and_scaling import combined, exchanged
 from fsshard.patches import CLIP_GRAD_NORM
 from fsshard.planning.entries import Entry
 
+# By the place of a parameter among those that are clipped.
+Entries = dict[int, Entry]
+Norms = dict[int, Tensor]
+
 
 def count_all_ranks(model: Any) -> None:
     """Let ``clip_grad_norm_`` count the parameters of a ModelController over all ranks; it is collective for them."""
@@ -32,16 +36,19 @@ def count_all_ranks(model: Any) -> None:
 def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor]) -> Tensor | None:
     """Return the norm over everything that was given; None where no wrapped model has any of it. Collective."""
     owners = _owners()
-    norms: dict[int, Tensor] = {}
-    by_model: dict[Any, dict[int, Entry]] = {}
+    norms: Norms = {}
+    by_model: dict[Any, Entries] = {}
     # In dtype and device, as the user sees them.
     like = list(parameters)
     for place, parameter in enumerate(parameters):
-        owner = owners.get(id(stored_of(parameter)))
+        stored = stored_of(parameter)
+        owner = owners.get(id(stored))
         if owner is not None:
             model, entry = owner
-            by_model.setdefault(model, {})[place] = entry
-            like[place] = torch.empty(0, dtype=entry.dtype, device=model.backend.settings.device)
+            of_model = by_model.setdefault(model, {})
+            of_model[place] = entry
+            device = model.backend.settings.device
+            like[place] = torch.empty(0, dtype=entry.dtype, device=device)
         elif parameter.grad is not None:
             norms[place] = _each(parameter.grad, p, torchs)
     if not by_model:
@@ -50,43 +57,54 @@ def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor])
         model.check_knows_all_ranks("torch.nn.utils.clip_grad_norm_")
         model.finish_gradients(entries.values())
         # The norm over other mesh dimensions: the same sets of parameters on all ranks, in one order.
-        if model.backend.facts.divides == "elements" or any(entry.divided_over for entry in model.backend.all):
+        is_divided = model.backend.facts.divides == "elements"
+        if is_divided or any(entry.divided_over for entry in model.backend.all):
             # One for all of them.
-            norms[min(entries)] = model.norm_of(entries.values(), p)
+            first = min(entries)
+            norms[first] = model.norm_of(entries.values(), p)
         else:
             norms |= _of_owners(model.backend, entries, p, torchs)
-    return _as_torchs(combined(norms, like, p), parameters)
+    total = combined(norms, like, p)
+    return _as_torchs(total, parameters)
 
 
 def _owners() -> dict[int, tuple[Any, Entry]]:
     """Return by a parameter's identity the wrapped model, and the entry, that is counted over all ranks."""
-    owners: dict[int, tuple[Any, Entry]] = {}
+    owners = {}
     for model in CLIP_GRAD_NORM.needing(_norm):
-        for entry in model.backend.all:
-            if counts_all_ranks(model.backend, entry):
-                owners[id(entry.parameter)] = (model, entry)
+        backend = model.backend
+        for entry in backend.all:
+            if counts_all_ranks(backend, entry):
+                key = id(entry.parameter)
+                owners[key] = (model, entry)
     return owners
 
 
-def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: Any) -> dict[int, Tensor]:
+def _of_owners(backend: Backend, entries: Entries, p: float, torchs: Any) -> Norms:
     """Return the norm of each gradient, from the rank that has it, computed as torch computes it there."""
-    norms: dict[int, Tensor] = {}
+    norms = {}
     for place, entry in entries.items():
         gradient = entry.grad()
         if gradient is None or not owned(backend, entry):
             continue
-        numbers = entry.kind.to_user(gradient.detach())
+        detached = gradient.detach()
+        numbers = entry.kind.to_user(detached)
         if gradient.is_sparse:
             # torch's own norm has no kernel for sparse gradients.
-            numbers = gradient.coalesce().values()
+            coalesced = gradient.coalesce()
+            numbers = coalesced.values()
         norms[place] = _each(numbers, p, torchs)
     if backend.facts.divides == "nothing" or backend.settings.world_size == 1:
         return norms
     own = {place: norm.item() for place, norm in norms.items()}
-    group: Any = next(iter(entries.values())).group
+    # All entries of an engine are divided among the same ranks.
+    first, *_ = entries.values()
+    group: Any = first.group
     device = backend.settings.device
-    everywhere: dict[int, Tensor] = {}
-    for place, norm in exchanged(own, max(entries) + 1, group, device).items():
+    everywhere = {}
+    places = max(entries) + 1
+    norms_of_owners = exchanged(own, places, group, device)
+    for place, norm in norms_of_owners.items():
         dtype = entries[place].dtype.to_real()
         everywhere[place] = torch.tensor(norm, dtype=dtype, device=device)
     return everywhere
@@ -94,13 +112,16 @@ def _of_owners(backend: Backend, entries: dict[int, Entry], p: float, torchs: An
 
 def _each(gradient: Tensor, p: float, torchs: Any) -> Tensor:
     norm: Tensor = torchs([gradient], p, False)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()
+    return norm
 
 
 def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return ``total`` as torch does, a DTensor where all gradients are: scripts for FSDP2 call ``full_tensor()``."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients or not all(hasattr(gradient, "full_tensor") for gradient in gradients):
+    are_dtensors = all(hasattr(gradient, "full_tensor") for gradient in gradients)
+    if not gradients or not are_dtensors:
         return total
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -108,4 +129,5 @@ def _as_torchs(total: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     if len(meshes) != 1:
         return total
     mesh = meshes.pop()
-    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    placements = [Replicate()] * mesh.ndim
+    return DTensor.from_local(total, mesh, placements, run_check=False)

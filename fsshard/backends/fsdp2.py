@@ -192,7 +192,7 @@ class FSDP2Backend(TorchShardedBackend):
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(self.module.named_modules())
-        units = {unit.name: unit for unit in settings.plan.units}
+        self._planned = {unit.name: unit for unit in settings.plan.units}
         self._adds_in_one_order = bool(settings.options.get("fast_collectives", True))
         self._fast = self._adds_in_one_order and self._on_gloo()
         # On NCCL nothing is merged: the host runs ahead of the device.
@@ -202,7 +202,8 @@ class FSDP2Backend(TorchShardedBackend):
         self._unit_modules: dict[str, Any] = {name: modules[name] for name in names if name in self.groups}
         self._units = list(self._unit_modules.values())
         for name in names:
-            self._make_real(units[name])
+            unit = self._planned[name]
+            self._make_real(unit)
             if name not in self.groups:
                 mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
                 continue
@@ -210,7 +211,7 @@ class FSDP2Backend(TorchShardedBackend):
             _prepare(type(modules[name]))
             # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
             with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
-                fully_shard(modules[name], mp_policy=self._mixed(units[name]), **kwargs)
+                fully_shard(modules[name], mp_policy=self._mixed(unit), **kwargs)
             modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
             hook_views_too(modules[name])
             if settings.source is not None:  # let the whole parameters go before the next unit is made
@@ -253,7 +254,8 @@ class FSDP2Backend(TorchShardedBackend):
         # Left out, reduce_dtype is param_dtype in torch 2.13 and the weights' own dtype in 2.15, silently.
         reduce = self.settings.precision.reduce or unit.send or unit.compute
         if reduce is not None and self._adds_in_one_order:
-            reduce = torch.float32  # micro-batches are added in it; our reduction rounds
+            # Micro-batches are added in it, and our reduction rounds.
+            reduce = torch.float32
         # Inputs are cast by fsshard.model.precision, under every backend alike.
         return MixedPrecisionPolicy(param_dtype=unit.compute, reduce_dtype=reduce, cast_forward_inputs=False)
 
@@ -261,12 +263,11 @@ class FSDP2Backend(TorchShardedBackend):
         """Let units be gathered by ``gather_class`` or torch's own collective, in the dtype of each one's ``send``."""
         from fsshard.comm.narrow_gather import NarrowGather
 
-        dtypes = {unit.name: unit.send for unit in self.settings.plan.units}
         for name, unit in self._unit_modules.items():
             gather = None
             if gather_class is not None:
                 gather = gather_class()
-            dtype = dtypes[name]
+            dtype = self._planned[name].send
             # A rank that has all of a unit rounds nothing here: its forward does.
             if dtype is not None and self.shard_group.size() > 1:
                 gather = NarrowGather(dtype, gather)
@@ -281,12 +282,13 @@ class FSDP2Backend(TorchShardedBackend):
 
         assert self.mesh is not None
         replicas = self.mesh.get_group(0) if self.mesh.ndim > 1 else None
-        narrow = {unit.name: unit.reduce_dtype for unit in self.settings.plan.units}
         has_one_order = not self._fast and self.settings.world_size <= 2
         for name, unit in self._unit_modules.items():
-            if has_one_order and narrow[name] is None:
+            narrow = self._planned[name].reduce_dtype
+            if has_one_order and narrow is None:
                 continue
-            unit.set_custom_reduce_scatter(Reduce(replicas, narrow[name]))
+            reduce = Reduce(replicas, narrow)
+            unit.set_custom_reduce_scatter(reduce)
             # Each rank's part is divided before anything is added, as under DDP. FSDP2 by itself divides float16 before
             # and after, by the root of the number of ranks (torch 2.13).
             unit.set_gradient_divide_factor(1.0)
@@ -322,11 +324,11 @@ class FSDP2Backend(TorchShardedBackend):
         """Install the guards: a unit's forward begins with the engine's parameters, and may not write them."""
         names_of = {id(part): name for name, part in self._torchs.items()}
         modules: list[tuple[nn.Module, list[Place]]] = []
-        dtypes = {unit.name: unit.send for unit in self.settings.plan.units}
         for unit_name, unit in self._unit_modules.items():
             parts = [part for group in param_groups(unit) for part in group.fsdp_params]
             names = [names_of[id(part)] for part in parts]
-            unit.register_forward_pre_hook(_before_gather(parts, names, dtypes[unit_name]), prepend=True)
+            check = _before_gather(parts, names, self._planned[unit_name].send)
+            unit.register_forward_pre_hook(check, prepend=True)
             places = [(stored_in(place_of(part).module), place_of(part).param_name) for part in parts]
             modules.append((unit, [(*place, name) for place, name in zip(places, names, strict=True)]))
         self._looks = LooksAtForwards()

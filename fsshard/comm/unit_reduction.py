@@ -38,10 +38,13 @@ class Reduce(ReduceScatter):
     ) -> dist.Work | None:
         """Put this rank's part of the mean of ``input_tensor`` into ``output_tensor``, whatever ``op`` says."""
         with taking_part(group, "FSDP2's gradient reduction, in backward"):
-            tree.reduce_scatter(output_tensor, input_tensor, group, 1.0 / group.size())
+            scale = 1.0 / group.size()
+            tree.reduce_scatter(output_tensor, input_tensor, group, scale)
         if self._replicas is not None:
-            output_tensor.mul_(1.0 / self._replicas.size())
-            if self._replicas.size() > 2:
+            copies = self._replicas.size()
+            output_tensor.mul_(1.0 / copies)
+            # Of two replicas FSDP2's own all-reduce makes the same sum.
+            if copies > 2:
                 _add_over(output_tensor, self._replicas)
         return None
 

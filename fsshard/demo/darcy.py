@@ -113,7 +113,8 @@ def solve_darcy(a: npt.ArrayLike) -> Array:
     # What flows out of a cell is what is forced into it.
     operator = _flow_operator(coefficient)
     inverse = _poisson_inverse(n)
-    rhs = np.full((n, n), FORCING / n**2)
+    forced = FORCING / n**2
+    rhs = np.full((n, n), forced)
     return _conjugate_gradients(operator, inverse, rhs)
 
 

@@ -201,7 +201,8 @@ class GradientBucket:
         if self._rounds_first:
             rounded = [gradient.to(dtype) for gradient in gradients]
             return list(foreach_mul(rounded, self._scale))
-        return [gradient.to(dtype) for gradient in foreach_mul(gradients, self._scale)]
+        scaled = foreach_mul(gradients, self._scale)
+        return [part.to(dtype) for part in scaled]
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -220,7 +221,9 @@ class GradientBucket:
         with seen_waiting(self.group, "the reduction of gradients"):
             work.wait()
         own = self._own.indices
-        chosen = self._to_reduce() if own else []
+        if not own:
+            return []
+        chosen = self._to_reduce()
         if not chosen:
             return []
         means = {}
@@ -236,7 +239,8 @@ class GradientBucket:
             self._add(chosen, local, means)
         else:
             self._add_in_reduce_dtype(chosen, local)
-            unrounded.update({own[place]: mean for place, mean in means.items()})
+            for place, mean in means.items():
+                unrounded[own[place]] = mean
         return [own[place] for place in chosen]
 
     def _to_reduce(self) -> list[int]:
@@ -271,9 +275,11 @@ class GradientBucket:
         if means:
             earlier = list(means.values())
             of_place = dict(zip(chosen, local, strict=True))
-            foreach_add_([of_place[place] for place in means], earlier)
+            with_means = [of_place[place] for place in means]
+            foreach_add_(with_means, earlier)
             for views in self._parts:
-                foreach_add_([views[place] for place in means], earlier)
+                parts = [views[place] for place in means]
+                foreach_add_(parts, earlier)
         for numbers in self._numbers:
             numbers.mul_(self._scale)
         own = _as_reals(local)
@@ -288,7 +294,8 @@ class GradientBucket:
             places = []
             for rank in block:
                 places.append(rank if rank < self.rank else rank - 1)
-            tree.add_up([self._numbers[place] for place in places])
+            numbers = [self._numbers[place] for place in places]
+            tree.add_up(numbers)
             views = self._parts[places[0]]
             yield [views[place] for place in chosen]
 

@@ -34,38 +34,52 @@ def is_settled(power: float, summands: int) -> bool:
         return True
     # A sum of n numbers that are not negative is within n u of the exact one in any order (Higham, Accuracy and
     # Stability of Numerical Algorithms, 2nd ed., section 4.2), and rounding to float32 is monotonous.
-    error = (summands + 8) * 2.0**-53
+    roundings = summands + 8
+    error = roundings * 2.0**-53
     low = math.sqrt(power * (1 - error))
     high = math.sqrt(power * (1 + error))
-    return bool(torch.tensor(low).float() == torch.tensor(high).float())
+    in_float32 = torch.tensor([low, high]).float()
+    lowest, highest = in_float32
+    return bool(lowest == highest)
 
 
 def exact_power(chunks: Iterable[Tensor], groups: Sequence[dist.ProcessGroup]) -> Fraction:
     """Return the sum of squares of float32 numbers, of ``chunks`` here and on all ranks of ``groups``. Collective."""
-    parts = [chunk.double() for chunk in chunks if chunk.numel()]
+    parts = []
     largest = torch.zeros((), dtype=torch.float64)
-    for part in parts:
-        largest = torch.maximum(largest, part.abs().max())
+    for chunk in chunks:
+        if chunk.numel():
+            part = chunk.double()
+            parts.append(part)
+            largest = torch.maximum(largest, part.abs().max())
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     if not float(largest):
         return Fraction(0)
     # All squares are below 2 to the power of it.
-    _, exponent_of_largest = math.frexp(float(largest))
+    number = float(largest)
+    _, exponent_of_largest = math.frexp(number)
     exponent = 2 * exponent_of_largest
     sums = [0] * LEVELS
+    # Squares are in units of the lowest bit of the first level.
+    scale = 2.0 ** (LEVEL_BITS - exponent)
     for part in parts:
-        left = part.square() * 2.0 ** (LEVEL_BITS - exponent)
+        squares = part.square()
+        left = squares * scale
         for level in range(LEVELS):
             whole = left.floor()
-            sums[level] += int(whole.long().sum())
-            left = (left - whole) * 2.0**LEVEL_BITS
-    words = torch.tensor([divmod(total, WORD) for total in sums], dtype=torch.int64)
+            units = whole.long()
+            sums[level] += int(units.sum())
+            rest = left - whole
+            left = rest * 2.0**LEVEL_BITS
+    halves = [divmod(total, WORD) for total in sums]
+    words = torch.tensor(halves, dtype=torch.int64)
     for group in groups:
         dist.all_reduce(words, group=group)
     power = Fraction(0)
     for level, (high, low) in enumerate(words.tolist()):
-        unit = Fraction(2) ** (exponent - LEVEL_BITS * (level + 1))
+        lowest_bit = exponent - LEVEL_BITS * (level + 1)
+        unit = Fraction(2) ** lowest_bit
         power += (high * WORD + low) * unit
     return power
 
@@ -75,7 +89,9 @@ def rounded_root(power: Fraction) -> Tensor:
     root = torch.tensor(math.sqrt(power)).float()
     for toward in (-math.inf, math.inf):
         neighbour = torch.nextafter(root, torch.tensor(toward))
-        middle = (Fraction(float(root)) + Fraction(float(neighbour))) / 2
-        if (power - middle**2 > 0) == (toward > 0):
+        ends = Fraction(float(root)) + Fraction(float(neighbour))
+        middle = ends / 2
+        is_above = power > middle**2
+        if is_above == (toward > 0):
             return neighbour
     return root

@@ -220,8 +220,8 @@ class ShardedOptimizer(Optimizer):
             check_same_parameters(backend)
             more = ", ..." if len(unused) > 5 else ""
             raise OptimizerError(
-                f"expected gradients of all parameters, got none of {', '.join(unused[:5])}{more}; if the forward leaves "
-                "some out on purpose, pass find_unused_parameters=True to fsshard.wrap"
+                f"expected gradients of all parameters, got none of {', '.join(unused[:5])}{more}; if the forward "
+                "leaves some out on purpose, pass find_unused_parameters=True to fsshard.wrap"
             )
 
     def finish_gradients(self) -> None:

@@ -106,16 +106,24 @@ class OptimizerRequest:
                 "which shows the optimizer real pairs"
             )
         # torch's Muon raises by itself, but under OSS on the rank alone that owns the parameter: the others would wait.
-        for name in (n for g in self.groups for n in g["params"]) if self.optimizer_class is torch.optim.Muon else ():
-            shape, is_complex = self.parameters[name]
-            if is_complex or self._dims(name) != 2:
-                filters = "" if is_complex or len(shape) < 3 or is_bias(shape) else ", or pass whole=True, see='matrix'"
-                raise OptimizerError(
-                    f"Muon takes real matrices, and {name!r} is {'complex' if is_complex else 'real'}, of shape "
-                    f"{tuple(shape)}; give it the names of matrices, fsshard.build_optimizer(model, torch.optim.Muon, "
-                    f"[...]), and another optimizer the rest{filters}"
-                )
+        if self.optimizer_class is torch.optim.Muon:
+            for group in self.groups:
+                for name in group["params"]:
+                    self._check_matrix(name)
         check_equivariant(self)
+
+    def _check_matrix(self, name: str) -> None:
+        shape, is_complex = self.parameters[name]
+        if not is_complex and self._dims(name) == 2:
+            return
+        filters = ""
+        if not is_complex and len(shape) > 2 and not is_bias(shape):
+            filters = ", or pass whole=True, see='matrix'"
+        numbers = "complex" if is_complex else "real"
+        raise OptimizerError(
+            f"Muon takes real matrices, and {name!r} is {numbers}, of shape {tuple(shape)}; give it the names of "
+            f"matrices, fsshard.build_optimizer(model, torch.optim.Muon, [...]), and another optimizer the rest{filters}"
+        )
 
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:
         """Raise for an algorithm that would train something else where a rank's optimizer sees parts. Local.
@@ -190,17 +198,25 @@ class OptimizerRequest:
 
     def _samples(self) -> list[_Sample]:
         """Return two tensors of each kind that a group has, since algorithms treat filters otherwise than matrices."""
-        generator, samples = torch.Generator().manual_seed(1), []
+        generator = torch.Generator().manual_seed(1)
+        samples = []
         for number, group in enumerate(self.groups):
-            shown = ((self._dims(name), self.parameters[name][1]) for name in group["params"])
-            kinds = {(dims, c) if self.see_complex else (dims + c, False) for dims, c in shown}  # (dims, complex)
+            kinds = set()
+            for name in group["params"]:
+                dims = self._dims(name)
+                _, is_complex = self.parameters[name]
+                # Pairs have a dim more, and are real.
+                kinds.add((dims, is_complex) if self.see_complex else (dims + is_complex, False))
             for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
-                dtype, ones = torch.complex128 if is_complex else torch.float64, (1,) * (dims - 2)
+                dtype = torch.complex128 if is_complex else torch.float64
+                ones = (1,) * (dims - 2)
                 # As a matrix whether the first dim stands against the others, or the last two are taken. There of
                 # fewer numbers: the factors of Shampoo, for which the first dim stands, are of 1 by all the others.
                 # Small ones are among them, since some keep blocks, or a number for all, below or from a size on.
-                shape = (*ones, *AT_END) if at_end else (SHAPE[0], *ones, SHAPE[1])
-                shape = shape if dims > 1 else (math.prod(shape),)
+                rows, columns = SHAPE
+                shape: tuple[int, ...] = (*ones, *AT_END) if at_end else (rows, *ones, columns)
+                if dims < 2:
+                    shape = (math.prod(shape),)
                 value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
                 stacked = [value]
                 for scale, noise in zip(SCALES, own, strict=True):
@@ -221,8 +237,8 @@ class OptimizerRequest:
                     members.append(parameter)
             if not members:
                 continue
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            options = copy.deepcopy(options)
+            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            options = copy.deepcopy(own)
             options["params"] = members
             groups.append(options)
         defaults = copy.deepcopy(dict(self.defaults))
@@ -242,11 +258,20 @@ class OptimizerRequest:
     def _trained(self, samples: Sequence[_Sample], closure: bool) -> list[Tensor]:
         """Return the samples' values as they are after all steps."""
         optimizer, parameters = self._build(samples)
-        for step in range(1, len(samples[0][1]) if samples else 1):
-            give = partial(_give_gradients, parameters, [stacked[step] for _, stacked in samples])
+        # Without hooks: a user's hooks for all optimizers are not for this one.
+        take_step = unhooked_step(self.optimizer_class)
+        rows = 1
+        if samples:
+            _, first = samples[0]
+            rows = len(first)
+        for step in range(1, rows):
+            gradients = [stacked[step] for _, stacked in samples]
+            give = partial(_give_gradients, parameters, gradients)
             give()
-            # Without hooks: a user's hooks for all optimizers are not for this one.
-            unhooked_step(self.optimizer_class)(optimizer, *([give] if closure else []))
+            if closure:
+                take_step(optimizer, give)
+            else:
+                take_step(optimizer)
         return [parameter.detach() for parameter in parameters]
 
     def _agrees_on_parts(self, divides: str) -> bool:
@@ -260,20 +285,25 @@ class OptimizerRequest:
             try:
                 whole = self._trained(samples, closure)
             except Exception as error:
-                closure = True  # SAM's step takes nothing else
+                # SAM's step takes nothing else.
+                closure = True
                 try:
                     whole = self._trained(samples, closure)
                 except Exception:
                     raise error from None
             for rank in range(2):
-                mine = slice(rank, None, 2) if divides == "owners" else slice(rank, None)
-                parts, wanted = samples[mine], whole[mine]
+                mine = slice(rank, None)
+                if divides == "owners":
+                    mine = slice(rank, None, 2)
+                parts = samples[mine]
+                wanted = whole[mine]
                 if divides == "elements":
                     parts = [(group, _cut(stacked.flatten(1), rank)) for group, stacked in parts]
                     wanted = [_cut(one.flatten(), rank) for one in wanted]
                 try:
                     trained = self._trained(parts, closure)
-                except Exception:  # what refuses a vector where it takes a matrix cannot be divided either
+                except Exception:
+                    # What refuses a vector where it takes a matrix cannot be divided either.
                     return False
                 bound = BOUND_WITHIN if divides == "elements" and rank == 0 else BOUND
                 if not all(map(partial(_is_near, bound), parts, wanted, trained)):
