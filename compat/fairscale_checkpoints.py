@@ -13,6 +13,7 @@ FairScale need not be installed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -181,7 +182,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
     group = whole["param_groups"][0]
     state = whole["state"]
     units = [known_names(optimizer, unit) for unit in units]
-    order = [name for unit in units for name in unit]
+    order = list(itertools.chain.from_iterable(units))
     expected = group["params"]
     if sorted(order) != sorted(expected):
         raise StateDictError("names", sorted(set(expected) - set(order)), sorted(set(order) - set(expected)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -190,7 +191,8 @@ def by_name(state: Mapping[str, Any], optimizer: ShardedOptimizer) -> State:
     """
     own = groups_by_name(optimizer)
     saved = state["param_groups"]
-    if all(isinstance(member, str) for group in saved for member in group["params"]):
+    members = itertools.chain.from_iterable(group["params"] for group in saved)
+    if all(isinstance(member, str) for member in members):
         return dict(state)
     sizes = [len(group["params"]) for group in own]
     saved_sizes = [len(group["params"]) for group in saved]

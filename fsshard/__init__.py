@@ -131,7 +131,9 @@ _NAMES = {
     "wrapping": "wrap",
 }
 """Module -> what is imported of it when it is first asked for, so that a script pays for what it runs only."""
-_LATER = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
+_LATER = {}
+for _module, _names in _NAMES.items():
+    _LATER.update(dict.fromkeys(_names.split(), f"{__name__}.{_module}"))
 
 _ROOMS = {
     *("backends", "comm", "complex_params", "launching", "model", "parallel", "parity", "planning"),

@@ -81,7 +81,9 @@ def shares_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     shares: list[Share] = [(model, []) for model in models]
     others = []
     for optimizer in optimizers:
-        owners = {owner.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        owners = set()
+        for group in optimizer.param_groups:
+            owners.update([owner.get(id(parameter)) for parameter in group["params"]])
         if owners == {None}:
             others.append(optimizer)
             continue
@@ -106,7 +108,10 @@ def late(optimizer: Optimizer, models: Iterable[Any], former: Former) -> tuple[O
     """
     check_unstepped(optimizer)
     models = [model for model in models if isinstance(model, ShardedModule)]
-    found = {id(p): _find(p, models, former) for group in optimizer.param_groups for p in group["params"]}
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found[id(parameter)] = _find(parameter, models, former)
     owners = {id(each[0]): each[0] for each in found.values() if each is not None}
     others = " and others" if None in found.values() else ""
     if len(owners) != 1 or others:

@@ -83,7 +83,11 @@ class ThroughEngine:
         # are taken from them again.
         self._toggled = _bare(optimizer)
         own = {entry.name for entry in self._toggled.entries}
-        entries = {e.name: e for each in self._optimizers for e in each.entries if e.name not in own}
+        entries = {}
+        for optimizer in self._optimizers:
+            for entry in optimizer.entries:
+                if entry.name not in own:
+                    entries[entry.name] = entry
         controller_of(self._wrapped).finish_gradients(list(entries.values()))
         before = [(entry, entry.grad()) for entry in entries.values()]
         self._others = [(entry, None if gradient is None else gradient.clone()) for entry, gradient in before]

@@ -45,8 +45,9 @@ def clear(folder: Path, model: ShardedModule, *, whole: bool, writes: bool) -> N
         for name in (PARTS, f"{PARTS}.previous") if whole else ():
             if (folder / name).is_dir():
                 shutil.rmtree(folder / name)
-        for path in [path for pattern in EARLIER for path in folder.glob(pattern)]:
-            path.unlink(missing_ok=True)
+        for pattern in EARLIER:
+            for path in list(folder.glob(pattern)):
+                path.unlink(missing_ok=True)
 
     agree(model.backend.settings.group, remove)
 

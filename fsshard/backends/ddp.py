@@ -83,8 +83,10 @@ class DDPBackend(Backend):
         if self._simulated:
             # By itself DDP's reducer asserts that an all_reduce has a future (comm.cpp, torch 2.13).
             return BucketSums(group, reduce_dtypes), reduce_fake
-        trained = [entry for entry in self.all if entry.parameter.requires_grad]
-        owners = {slot.owner for entry in trained for slot in entry.slots}
+        owners = set()
+        for entry in self.all:
+            if entry.parameter.requires_grad:
+                owners.update([slot.owner for slot in entry.slots])
         embeddings = [owner for owner in owners if isinstance(owner, (nn.Embedding, nn.EmbeddingBag))]
         has_sparse = any(embedding.sparse for embedding in embeddings)
         # DDP itself adds up in an order that depends on where a number lies in its bucket; of two ranks there is one.

@@ -10,6 +10,7 @@ torch 2.13 is patched in :mod:`fsshard.backends.fairscale_patched`. Where it is 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -191,7 +192,8 @@ class FairScaleBackend(Backend):
     def new_optimizer(
         self, optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]
     ) -> Optimizer:
-        dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        parameters = _parameters_of(groups)
+        dtypes = {parameter.dtype for parameter in parameters}
         # FairScale packs a device's parameters into one buffer: "Different types for the bucket and the param".
         if len(dtypes) > 1 and self.settings.options["implementation"] == "real":
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
@@ -204,7 +206,7 @@ class FairScaleBackend(Backend):
         self._is_covered = False
         if self._reduction is not None:
             self._reduction.detach()
-        given = {id(parameter) for group in groups for parameter in group["params"]}
+        given = {id(parameter) for parameter in parameters}
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
         own_settings = [set(group) for group in groups]
         with self._moved(), stored_names():
@@ -256,9 +258,13 @@ def _implementation(name: str) -> Any:
         raise MissingExtra("fairscale", "fairscale", f"backend='fairscale', implementation={name!r}") from error
 
 
+def _parameters_of(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    return list(itertools.chain.from_iterable(group["params"] for group in groups))
+
+
 def _replaced(optimizer: Any, given: Collection[int]) -> bool:
     """Retire an optimizer if a later one has some of its parameters (by id): it would send buffers that they left."""
-    if all(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+    if all(id(parameter) not in given for parameter in _parameters_of(optimizer.param_groups)):
         return False
 
     def step(*_: Any, **__: Any) -> NoReturn:

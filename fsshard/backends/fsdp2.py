@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -94,7 +95,7 @@ def grouped(plan: Plan, merge_below: int, ranks: int) -> dict[str, tuple[str, ..
         if len(members) > 1 and (merged > MERGED_BYTES or not _may_merge(plan, members, places, ranks)):
             groups |= {unit.name: unit.parameters for unit in members}
         else:
-            groups[target] = tuple(name for unit in members for name in unit.parameters)
+            groups[target] = tuple(itertools.chain.from_iterable(unit.parameters for unit in members))
     return {name: groups[name] for name in units if name in groups}
 
 
@@ -325,7 +326,9 @@ class FSDP2Backend(TorchShardedBackend):
         names_of = {id(part): name for name, part in self._torchs.items()}
         modules: list[tuple[nn.Module, list[Place]]] = []
         for unit_name, unit in self._unit_modules.items():
-            parts = [part for group in param_groups(unit) for part in group.fsdp_params]
+            parts = []
+            for group in param_groups(unit):
+                parts += group.fsdp_params
             names = [names_of[id(part)] for part in parts]
             check = _before_gather(parts, names, self._planned[unit_name].send)
             unit.register_forward_pre_hook(check, prepend=True)

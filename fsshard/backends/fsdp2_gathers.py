@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -110,9 +111,13 @@ class KeptGathered:
         """Return whether units stay gathered."""
         return self._before is not None
 
+    def _groups(self) -> list[Any]:
+        """Return FSDP2's groups of parameters of all units."""
+        return list(itertools.chain.from_iterable(map(groups_of, self._states)))
+
     def keep(self) -> None:
         """Keep gathered units from now on."""
-        groups = [group for state in self._states for group in groups_of(state)]
+        groups = self._groups()
         if self._before is None:
             self._before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
         for group in groups:
@@ -137,7 +142,7 @@ class KeptGathered:
             return
         # Not first at the step: a clipping, or a loop over p.grad, would see gathered parameters without gradients.
         self.let_go()
-        for group in (group for state in self._states for group in groups_of(state)):
+        for group in self._groups():
             group.reshard()
 
     def _follow(self, group: Any) -> None:

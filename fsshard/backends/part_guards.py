@@ -8,6 +8,7 @@ in vain for the others. So the user's own modules refuse, and say what to write 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -82,7 +83,10 @@ class PartsGuard:
 
 def _tree(root: nn.Module) -> dict[nn.Module, None]:
     """Return all modules, and what an engine has put around them, which ``modules()`` does not show."""
-    return {root: None} | {part: None for child in root.children() for part in _tree(child)}
+    modules = {root: None}
+    for child in root.children():
+        modules |= _tree(child)
+    return modules
 
 
 # By the modules themselves, which copies of them are not. The guard of a model that was let go admits nothing.
@@ -151,7 +155,8 @@ def refuse_numbers_of_parts(backend: Any) -> None:
 def _refuse(value: Any) -> None:
     whole = all(placement.is_replicate() for placement in value.placements)
     engines = () if whole else DTENSOR_ITEM.needing(_refuse)
-    if any(entry.parameter.device_mesh == value.device_mesh for engine in engines for entry in engine.entries.values()):
+    entries = itertools.chain.from_iterable(engine.all for engine in engines)
+    if any(entry.parameter.device_mesh == value.device_mesh for entry in entries):
         raise FsshardError(
             "a Python number was requested from a tensor of which this rank has only a part (it was computed from a "
             "sharded parameter or gradient), so every rank would get another number. On every rank write "

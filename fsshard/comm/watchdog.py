@@ -317,7 +317,7 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _ranks_in(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(rank for run in runs for rank in range(*run))
+    return tuple(itertools.chain.from_iterable(range(*run) for run in runs))
 
 
 NOTHING_FOUND = b"[0, [], [], false]"

@@ -102,7 +102,9 @@ def _turn_caches_off(modules: Iterable[nn.Module]) -> None:
 
 
 def _warn_of_dropout(blocks: Iterable[nn.Module]) -> None:
-    found = {type(m).__name__ for block in blocks for m in block.modules() if _drops(m)}
+    found = set()
+    for block in blocks:
+        found.update([type(module).__name__ for module in block.modules() if _drops(module)])
     if found:
         log.warning(
             "Checkpointing(preserve_rng_state=False): %s in recomputed blocks will drop different elements in the "

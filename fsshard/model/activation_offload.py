@@ -62,12 +62,10 @@ class _Weights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (part.__dict__, stored, name)
-            for part in module.modules()
-            for stored in (stored_in(part), part._buffers)
-            for name, _ in stored.items()
-        ]
+        self._places = []
+        for part in module.modules():
+            for stored in (stored_in(part), part._buffers):
+                self._places += [(part.__dict__, stored, name) for name in stored]
         self.forget()
 
     def forget(self) -> None:

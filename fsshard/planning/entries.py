@@ -76,7 +76,10 @@ class Entry:
     @property
     def divided_over(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups of other mesh dimensions whose ranks have different elements of it."""
-        return tuple(group for layout in self.layouts for group in layout.divides)
+        groups: list[dist.ProcessGroup] = []
+        for layout in self.layouts:
+            groups += layout.divides
+        return tuple(groups)
 
     def put_together(self, part: Tensor) -> Tensor:
         """Return what is whole over all mesh dimensions, of what is over data; both the user's. Collective."""

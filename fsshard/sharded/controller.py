@@ -357,5 +357,9 @@ class ModelController:
     @functools.cached_property
     def _entry_of(self) -> dict[str | int, Entry]:
         """The entries by all names of theirs and by their parameters: a search for each took the square of the time."""
-        names = {slot.name: entry for entry in self.backend.all for slot in entry.slots}
-        return {id(entry.parameter): entry for entry in self.backend.all} | names
+        entries: dict[int | str, Entry] = {}
+        for entry in self.backend.all:
+            entries[id(entry.parameter)] = entry
+            for slot in entry.slots:
+                entries[slot.name] = entry
+        return entries

@@ -122,7 +122,8 @@ class OptimizerRequest:
         numbers = "complex" if is_complex else "real"
         raise OptimizerError(
             f"Muon takes real matrices, and {name!r} is {numbers}, of shape {tuple(shape)}; give it the names of "
-            f"matrices, fsshard.build_optimizer(model, torch.optim.Muon, [...]), and another optimizer the rest{filters}"
+            "matrices, fsshard.build_optimizer(model, torch.optim.Muon, [...]), and another optimizer the rest"
+            + filters
         )
 
     def check_separable(self, backend: type[Backend], settings: Settings) -> None:

@@ -213,9 +213,16 @@ def forget_meshes() -> None:
 
 @functools.lru_cache(1)  # looking through all classes takes longer than many a job of a pool
 def _caches(imported: int) -> list[Any]:
-    values = [v for name, m in [*sys.modules.items()] if name.startswith(f"{_TENSOR}.") for v in vars(m).values()]
-    values += [getattr(m, "__func__", m) for kind in values if isinstance(kind, type) for m in vars(kind).values()]
-    return [value for value in values if isinstance(value, type(_caches))]  # some are by meshes
+    values: list[Any] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{_TENSOR}."):
+            values += vars(module).values()
+    members = []
+    for kind in values:
+        if isinstance(kind, type):
+            members += [getattr(member, "__func__", member) for member in vars(kind).values()]
+    # Some are by meshes.
+    return [value for value in values + members if isinstance(value, type(_caches))]
 
 
 _resolve: Callable[[str], Any] = AREA.take(

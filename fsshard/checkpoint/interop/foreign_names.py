@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -218,7 +219,7 @@ def _names_of_groups(
     if names is not None:
         if unit_of is not None:
             _check_units(unit_of, names)
-            names = [[name for unit in names for name in unit]]
+            names = [list(itertools.chain.from_iterable(names))]
         if len(names) != len(groups):
             raise ConfigurationError(f"names has {len(names)} lists, the optimizer state has {len(groups)} groups")
         return [known_names(optimizer, members) for members in names]

@@ -228,12 +228,14 @@ class InnerFSDP(TorchFSDP):
         self.lazy_init()
         self.drop_whole()
         owners = self.own()
-        shown = {}
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
-                shown = {place: place[0]._parameters[place[1]] for each in owners for place in each.places}
-                views = {place: None if p is None else p.data for place, p in shown.items()}
+                views: dict[Place, Tensor | None] = {}
+                for each in owners:
+                    for owner, name in each.places:
+                        parameter = owner._parameters[name]
+                        views[owner, name] = None if parameter is None else parameter.data
                 yield lambda: self._keep(views)
         finally:
             fsdp1.claim_orig_params(self, False)

@@ -507,7 +507,10 @@ class FullyShardedDataParallel(nn.Module):
         come_together(self.process_group, "FullyShardedDataParallel.load_state_dict()")
         instances = get_fsdp_instances(self)
         buffers = [(buffer, buffer.clone()) for buffer in self.buffers()]
-        single = [(p, p.detach().clone()) for i in instances if i.world_size == 1 for p in i.params]
+        single = []
+        for instance in instances:
+            if instance.world_size == 1:
+                single += [(parameter, parameter.detach().clone()) for parameter in instance.params]
         try:
             with ExitStack() as stack:
                 for instance in instances:
