@@ -23,21 +23,19 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LIBRARY = ("fsshard", "compat")
 BOUNDS: dict[str, float] = {
-    "nodes": 422_200,
-    "nodes per line": 9.42,
-    "nodes per line of the densest file": 12.4,
-    "files of more than ten nodes per line": 28,
-    "comprehensions per 100 lines": 3.36,
-    "conditional expressions per 100 lines": 1.76,
-    "lines": 64_200,
+    "nodes": 418_450,
+    "nodes per line": 9.18,
+    "nodes per line of the densest file": 10,
+    "files of more than ten nodes per line": 0,
+    "comprehensions per 100 lines": 3,
+    "conditional expressions per 100 lines": 1.63,
+    "lines": 65_650,
     "lines of tests": 62_000,
     "nodes of tests": 532_800,
 }
-"""Measure -> at most, as it stands. That is too much: the aims are 335,000 nodes, 8.5 a line and 10 in any file; 54,000
-lines, and 52,000 of tests. The last 3,200 lines and 21,700 nodes are for means over tokens, torch's own checkpoint
-calls, objects as optimizer state, ignored parameters, the place in the data, weights sent narrower, fewer calls a step,
-checkpoints of a thousand ranks and on stores, and estimates over nodes."""
-COMMENTS = 3.3
+"""Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000 lines,
+and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""
+COMMENTS = 5
 """Lines with a comment alone, per 100 lines of code: at least."""
 PRIVATE_NAMES = 130
 CONTRACT = 26

@@ -349,7 +349,9 @@ class FSDP2Backend(TorchShardedBackend):
             refuse_shards_in_graph(grad_tensors(output))
         before, self._versions = self._versions, []
         names = self._gathered.changed()
-        names += [e.name for e, version in zip(self.all, before, strict=True) if version_of(e.parameter) != version]
+        for entry, version in zip(self.all, before, strict=True):
+            if version_of(entry.parameter) != version:
+                names.append(entry.name)
         if names:
             raise written(names)
 

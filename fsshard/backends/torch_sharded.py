@@ -224,7 +224,10 @@ class TorchShardedBackend(Backend):
         super().before_forward(training=training)
         if self.usage is not None and self.usage.used and not self.step.local:
             # A gradient dropped by hand. A rank without elements of a parameter has none to see; others speak for it.
-            gone = [entry for entry in self.all if entry.parameter.grad is None and entry.local().numel()]
+            gone = []
+            for entry in self.all:
+                if entry.parameter.grad is None and entry.local().numel():
+                    gone.append(entry)
             self.usage.forget(gone)
 
     def unused(self, names: Iterable[str]) -> list[str]:

@@ -171,12 +171,13 @@ class Reader(PieceReader):
     ) -> None:
         """Compare checksums of every ``ranks``-th file, from the ``rank``-th on; the error names files and tensors."""
         # By the descriptors from which tensors are read: a save may have put other files under these names meanwhile.
-        faults = [
-            f"{self.directory / name}: its checksum differs from what was written; it holds "
-            f"{some(self.index.tensors_in(name))}"
-            for name in sorted(self.index.files)[rank::ranks]
-            if self._open(name).checksum(progress) != self.index.files[name]
-        ]
+        faults = []
+        names = sorted(self.index.files)
+        for name in names[rank::ranks]:
+            if self._open(name).checksum(progress) != self.index.files[name]:
+                path = self.directory / name
+                tensors = some(self.index.tensors_in(name))
+                faults.append(f"{path}: its checksum differs from what was written; it holds {tensors}")
         if faults:
             raise CorruptCheckpoint("\n".join(faults))
 

@@ -60,7 +60,10 @@ class PatientStore:
         def found() -> dict[str, bytes]:
             there = list(keys)
             if not self._store.check(there):
-                there = [key for key in keys if len(keys) > 1 and self._store.check([key])]
+                there = []
+                # One by one: the store tells only whether all of several are there.
+                if len(keys) > 1:
+                    there = [key for key in keys if self._store.check([key])]
             if there:
                 return dict(zip(there, self._store.multi_get(there), strict=True))
             return {}

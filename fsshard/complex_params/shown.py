@@ -351,7 +351,10 @@ def _show(stored: Tensor, kind: Kind) -> Any:
 @contextlib.contextmanager
 def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[None]:
     """Enter a context in which an engine moves ``parameters``: what shows them, and ``others``, follows."""
-    shown = {id(each): each for each in (*map(_alive, parameters), *others) if type(each) is Shown}
+    shown = {}
+    for each in (*map(_alive, parameters), *others):
+        if type(each) is Shown:
+            shown[id(each)] = each
     for each in shown.values():
         # It lets go of the memory that the engine leaves.
         DATA.__set__(each, each.new_empty(()).expand(each.shape))

@@ -419,7 +419,11 @@ class Supervisor:
         connection.wait(watched, limit)
         # Its end is looked at before its pipe: what it sent before it died is there by then.
         ended = self.dead()
-        return [rank for rank in sorted(waiting) if rank in ended or self._ranks[rank].pipe.poll()]
+        ready = []
+        for rank in sorted(waiting):
+            if rank in ended or self._ranks[rank].pipe.poll():
+                ready.append(rank)
+        return ready
 
     def _message(self, rank: int) -> tuple[str, Any]:
         process, pipe = self._ranks[rank]

@@ -239,7 +239,11 @@ def _check_not_written(copies: Iterable[Tensor], casts: _Casts) -> None:
         return
     # What an engine has gathered is no copy; it has guards of its own.
     if any(version_of(copy) for copy in copies if not isinstance(copy, nn.Parameter)):
-        lost = {slot.name for slot, _ in casts if version_of(stored_in(slot.owner)[slot.stored])}
+        lost = set()
+        for slot, _ in casts:
+            copy = stored_in(slot.owner)[slot.stored]
+            if version_of(copy):
+                lost.add(slot.name)
         raise ModelError(
             f"the forward changes {', '.join(map(repr, sorted(lost)))} in place, which would be lost: under mixed "
             "precision it sees copies of the weights in the unit's dtype. Change weights after optimizer.step(), "

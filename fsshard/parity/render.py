@@ -479,7 +479,10 @@ def _draw_gaps(
 
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
-    decades = [math.floor(math.log10(value)) for value in everywhere if 0 < value < math.inf]
+    decades = []
+    for value in everywhere:
+        if 0 < value < math.inf:
+            decades.append(math.floor(math.log10(value)))
     # All of them are NaN or infinite, and the axis needs some range.
     if not decades:
         decades = [-8]

@@ -550,7 +550,8 @@ def _caveats(job: Job, ranks: list[RankTrace]) -> list[str]:
         )
     before = read_tensors(job.folder, INITIAL, "weight", 0)
     after = read_tensors(job.folder, job.steps - 1, "weight", 0)
-    if all(torch.equal(value, after[name]) for name, value in before.items() if name in after):
+    common = before.keys() & after.keys()
+    if all(torch.equal(before[name], after[name]) for name in common):
         steps = counted(job.steps, "step")
         caveats.append(f"no weight changed in {steps} (a learning rate of zero?), so the optimizers were not tested")
     return caveats

@@ -297,7 +297,10 @@ def _by_callable(table: ModuleTable, policy: Callable[..., bool]) -> Reasons:
     if "recurse" in _argument_names(policy):
         picked = _torch_recursion(table.root, policy, containers=classes is not None)
     else:
-        picked = [module for module in table.modules.values() if module is not table.root and policy(module)]
+        picked = []
+        for module in table.modules.values():
+            if module is not table.root and policy(module):
+                picked.append(module)
     return dict.fromkeys(picked, f"picked by {name}")
 
 

@@ -88,7 +88,10 @@ class LeafLoops:
         before = {name: buffer.clone() for name, buffer in backend.module.named_buffers()}
         yield
         after = dict(backend.module.named_buffers())
-        changed = [name for name, value in before.items() if name in after and not torch.equal(value, after[name])]
+        changed = []
+        for name, value in before.items():
+            if name in after and not torch.equal(value, after[name]):
+                changed.append(name)
         if changed:
             raise ModelError(
                 f"{call}: the forward writes {', '.join(changed[:3])}, and what is written would depend on how leaves "

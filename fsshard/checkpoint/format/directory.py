@@ -191,7 +191,11 @@ class CheckpointTarget:
             for *_, path in _by_age(_series(self.path)):
                 alike.append(path)
         spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
-        return [path for path in alike[keep:] if path not in spared and CheckpointTarget(path)._retire()]
+        retired = []
+        for path in alike[keep:]:
+            if path not in spared and CheckpointTarget(path)._retire():
+                retired.append(path)
+        return retired
 
     def _retire(self) -> bool:
         """Remove this checkpoint and the one before it, unless somebody saves to it."""
@@ -400,7 +404,12 @@ def _versions(path: Path) -> list[Path]:
 
 def _strays(path: Path) -> list[Path]:
     """List the directories that are being written or removed for a path, or were when a process died."""
-    return [stray for stray in leftovers(path.parent) if stray.name[1:].rpartition(".")[0] == path.name]
+    own = []
+    for stray in leftovers(path.parent):
+        name, _, _ = stray.name[1:].rpartition(".")
+        if name == path.name:
+            own.append(stray)
+    return own
 
 
 def leftovers(parent: Path) -> list[Path]:

@@ -197,7 +197,10 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
     leanest = best(search.tried, None)
     if leanest is None or bound is None:
         return search.error or ConfigurationError(f"no plan is possible: {'; '.join(search.failed.values())}")
-    ways = [f"{text}: {size(peak)}" for text, peak in search.ways_down(leanest, bound) if peak < leanest.peak]
+    ways = []
+    for text, peak in search.ways_down(leanest, bound):
+        if peak < leanest.peak:
+            ways.append(f"{text}: {size(peak)}")
     by_kind = leanest.estimate.by_kind
     activations = by_kind["activations"] + by_kind["inputs"]
     if activations:

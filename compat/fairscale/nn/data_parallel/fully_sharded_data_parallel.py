@@ -409,11 +409,12 @@ class FullyShardedDataParallel(nn.Module):
         # of parameters, not gradients: the same on all ranks, also where one has no gradient
         wide = any(p.dtype is torch.float64 for p in self.parameters())
         dtype = torch.float64 if wide else torch.float32
-        norms = [
-            torch.linalg.vector_norm(p.grad.detach(), norm_type, dtype=dtype).to(self.compute_device)
-            for p in self.params_with_grad
-            if p.grad is not None and p.grad.numel()  # an unflattened parameter can lie on other ranks altogether
-        ]
+        norms = []
+        for parameter in self.params_with_grad:
+            # An unflattened parameter can lie on other ranks altogether.
+            if parameter.grad is not None and parameter.grad.numel():
+                norm = torch.linalg.vector_norm(parameter.grad.detach(), norm_type, dtype=dtype)
+                norms.append(norm.to(self.compute_device))
         zero = torch.zeros((), dtype=dtype, device=self.compute_device)
         local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
         if norm_type == torch.inf:
@@ -533,7 +534,10 @@ class FullyShardedDataParallel(nn.Module):
             return super().load_state_dict(state_dict, strict)
         except RuntimeError as error:
             given = {clean(key): tuple(value.shape) for key, value in state_dict.items() if isinstance(value, Tensor)}
-            wrong = {key: (expected[key], got) for key, got in given.items() if expected.get(key, got) != got}
+            wrong = {}
+            for key, shape in given.items():
+                if expected.get(key, shape) != shape:
+                    wrong[key] = (expected[key], shape)
             missing = expected.keys() - given.keys()
             unexpected = given.keys() - expected.keys()
             if not (wrong or missing or unexpected):
