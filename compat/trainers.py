@@ -23,7 +23,7 @@ from fsshard.sharded.unwrapping import ModelBeforeWrap
 
 # State of a model or of an optimizer by name, as a front hands it on.
 State = dict[str, Any]
-Settings = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 MARK = "_fsshard_taken"
 
@@ -80,7 +80,7 @@ def split_over(model: nn.Module | None) -> Any:
     return sharding.domain_of(model.modules())
 
 
-def data_rank_of(settings: Settings) -> DataRank | None:
+def data_rank_of(settings: Arguments) -> DataRank | None:
     """Return which part of the data ``device_mesh=`` gives this rank; None: each rank has its own.
 
     Raises:
@@ -94,7 +94,7 @@ def data_rank_of(settings: Settings) -> DataRank | None:
 
 
 def sampler_arguments(
-    settings: Settings,
+    settings: Arguments,
     model: nn.Module | None,
     lightnings: State | None,
 ) -> State | None:

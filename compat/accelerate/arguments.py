@@ -16,7 +16,7 @@ from fsshard.backends.registry import backend_class
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 
-from ..trainers import Settings, data_rank_of
+from ..trainers import Arguments, data_rank_of
 
 # As it is before anybody puts ours in its place.
 THEIRS = accelerate.Accelerator
@@ -62,7 +62,7 @@ def check_settings(settings: Any) -> None:
         )
 
 
-def check_one_precision(autocast: str, settings: Settings) -> None:
+def check_one_precision(autocast: str, settings: Arguments) -> None:
     """Raise ConfigurationError if ``autocast``, as its users write it, is asked for and units that are cast whole."""
     if settings.get("mixed_precision") is not None:
         raise ConfigurationError(
@@ -73,7 +73,7 @@ def check_one_precision(autocast: str, settings: Settings) -> None:
 
 def check_arguments(
     args: tuple[Any, ...],
-    arguments: Settings,
+    arguments: Arguments,
     settings: Any,
 ) -> dict[str, Any]:
     """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
@@ -94,7 +94,7 @@ def check_arguments(
     return own
 
 
-def _check_handlers(handlers: Iterable[Any], settings: Settings) -> None:
+def _check_handlers(handlers: Iterable[Any], settings: Arguments) -> None:
     for handler in handlers:
         name = type(handler).__name__
         if "Recipe" in name:
@@ -134,7 +134,7 @@ def check_scaled(accelerator: Any) -> None:
         )
 
 
-def check_samples(settings: Settings, ranks: int) -> None:
+def check_samples(settings: Arguments, ranks: int) -> None:
     """Raise ConfigurationError if some of the ranks have to see the same samples, which Accelerate gives to no two."""
     place = data_rank_of(settings)
     if place is not None and place.size != ranks:
@@ -145,7 +145,7 @@ def check_samples(settings: Settings, ranks: int) -> None:
         )
 
 
-def check_batches(loader: Any, settings: Settings) -> None:
+def check_batches(loader: Any, settings: Arguments) -> None:
     """Raise ConfigurationError if ranks get several numbers of batches and gather weights in each forward. Collective.
 
     Args:
@@ -167,7 +167,7 @@ def check_batches(loader: Any, settings: Settings) -> None:
         )
 
 
-def wrap_settings(accelerator: Any, settings: Settings, *, placed: bool) -> dict[str, Any]:
+def wrap_settings(accelerator: Any, settings: Arguments, *, placed: bool) -> dict[str, Any]:
     """Return what ``fsshard.wrap`` gets: what was asked for, and for the rest what the library's DDP would do.
 
     Args:

@@ -34,9 +34,11 @@ from fsshard.planning.weight_readers import readers_of_weights
 from fsshard.torch_private.modules import CHECKPOINTED, BatchNorm
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
-Place = tuple[str, nn.Module]
-Texts = dict[str, str]  # reasons by name
 # Name and module; a module may have several.
+Place = tuple[str, nn.Module]
+# Reasons by the name of a module.
+Texts = dict[str, str]
+# The first name of each module, by its id.
 NamesById = Mapping[int, str]
 
 

@@ -19,13 +19,13 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.optimizer_checks import rank_independent_text
 
 Groups = list[dict[str, Any]]
-Settings = Mapping[str, Any]
+Keywords = Mapping[str, Any]
 Entries = Mapping[str, Entry]
 """The model's parameters by name."""
 
 
 def parameters_by_keyword(
-    defaults: Settings,
+    defaults: Keywords,
     entries: Entries,
     find: Callable[[Any], Entry],
 ) -> tuple[dict[str, list[str]], dict[str, Any]]:
@@ -58,9 +58,9 @@ def _are_parameters(value: Any, entries: Entries) -> bool:
 
 def groups_with_keywords(
     optimizer_class: type[Optimizer],
-    groups: Sequence[Settings],
+    groups: Sequence[Keywords],
     named: Mapping[str, Sequence[str]],
-    settings: Settings,
+    settings: Keywords,
     entries: Entries,
 ) -> Groups:
     """Return the groups, by names, that the class makes of those that are given and of what is named by keyword.
@@ -108,8 +108,8 @@ class _StandIns:
     def built(
         self,
         optimizer_class: type[Optimizer],
-        groups: Sequence[Settings],
-        settings: Settings,
+        groups: Sequence[Keywords],
+        settings: Keywords,
     ) -> Optimizer:
         own_groups = [{**group, "params": self.of(group["params"])} for group in groups]
         return optimizer_class(own_groups, **settings)

@@ -15,7 +15,7 @@ from fsshard.parity.scripts.store import Record, Samples, Sketches
 
 Ranks = Sequence[Record]
 Tell = Callable[[Ranks, Ranks], str]
-Settings = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 Texts = Mapping[str, str]
 Names = list[str]
 # A setting, and its values: "old -> new".
@@ -75,7 +75,7 @@ def changed_counts(old: Counter[str], new: Counter[str]) -> str:
     return few(words)
 
 
-def changes(old: Settings, new: Settings) -> Texts:
+def changes(old: Arguments, new: Arguments) -> Texts:
     """Return what both have by the same name and that differs: "old value -> new value" by name."""
     changed = {}
     for name, value in old.items():
@@ -248,10 +248,10 @@ def _owner(names: Names, shared: Names, group_of: Texts) -> str:
     return f"group {listed}"
 
 
-def _settings_by_name(record: Record) -> dict[str, Settings]:
+def _settings_by_name(record: Record) -> dict[str, Arguments]:
     """Return settings by parameter that is stepped, or by group where those are not known."""
     group_of = record.fact("member")
-    by_name: dict[str, Settings] = {}
+    by_name: dict[str, Arguments] = {}
     if not group_of:
         for number, group in enumerate(record.groups):
             by_name[str(number)] = group
@@ -262,7 +262,7 @@ def _settings_by_name(record: Record) -> dict[str, Settings]:
     return by_name
 
 
-def _changed_settings(old: Settings, new: Settings) -> Iterator[Change]:
+def _changed_settings(old: Arguments, new: Arguments) -> Iterator[Change]:
     """Yield settings that both have and that differ: another release, or another class, has further ones."""
     shared = old.keys() & new.keys() - KERNELS
     keys = sorted(shared)
