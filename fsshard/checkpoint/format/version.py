@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# As in semantic versioning.
 __version__ = "0.1.0"
+"""As in semantic versioning."""
