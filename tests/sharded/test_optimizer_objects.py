@@ -22,6 +22,7 @@ import fsshard
 from fsshard import recipes
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, OptimizerError, UnsupportedByBackend
 from fsshard.state_objects import SavedObject, described, fields_of, tensors_in
+from tests.forked import forking
 from tests.models import Spectral
 from tests.optimizers import Written
 from tests.sets import often
@@ -342,7 +343,8 @@ def test_settings_that_are_objects_stay_the_optimizers(ranks: Any, tmp_path: Pat
 def test_estimates_count_what_objects_hold() -> None:
     """Less for a momentum in 8 bits than for one in a dataclass, and more than for none."""
     peaks = []
-    for kind in (torch.optim.SGD, EightBit, Made):
-        recipe = replace(recipes.mlp(), optimizer=kind, hyper={"lr": 0.1, "whole": True})
-        peaks.append(fsshard.estimate(recipe, world_size=2, backend="fsdp2").peak)
+    with forking():
+        for kind in (torch.optim.SGD, EightBit, Made):
+            recipe = replace(recipes.mlp(), optimizer=kind, hyper={"lr": 0.1, "whole": True})
+            peaks.append(fsshard.estimate(recipe, world_size=2, backend="fsdp2").peak)
     assert peaks[0] < peaks[1] < peaks[2]
