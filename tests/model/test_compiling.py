@@ -28,7 +28,6 @@ from tests.sets import often
 from tests.training_runs import DISTRIBUTED, Run, differences, train
 from tests.zoo import ZOO
 
-AOT = {"backend": "aot_eager"}
 BF16_LAYERS: dict[str, Any] = {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

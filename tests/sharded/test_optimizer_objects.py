@@ -163,11 +163,7 @@ def bare_weights(kind: str, steps: int) -> dict[str, Any]:
 
 
 def job_train_and_save(kind: str, backend: str, folder: str) -> list[str]:
-    bare = net()
-    bare_optimizer = (lambda c, g, s: c(g, **s))(
-        *asked("GaLore" if kind == "names" else kind, [*bare.named_parameters()])
-    )
-    want = trained(bare, bare_optimizer, range(3))
+    want = bare_weights(kind, 3)
     model, optimizer = wrapped(kind, backend)
     trained(model, optimizer, range(2))
     fsshard.save(folder, model, optimizer)
@@ -181,11 +177,7 @@ def job_train_and_save(kind: str, backend: str, folder: str) -> list[str]:
 
 
 def job_resume(kind: str, backend: str, folder: str) -> list[str]:
-    bare = net()
-    bare_optimizer = (lambda c, g, s: c(g, **s))(
-        *asked("GaLore" if kind == "names" else kind, [*bare.named_parameters()])
-    )
-    want = trained(bare, bare_optimizer, range(4))
+    want = bare_weights(kind, 4)
     model, optimizer = wrapped(kind, backend)
     if CLASSES[kind]:
         with pytest.raises(
