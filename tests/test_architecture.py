@@ -144,7 +144,7 @@ def test_a_private_attribute_of_another_room_is_found() -> None:
 
 
 FAIRSCALES = {
-    *("_clear_counters", "_setup_backward_hooks"),  # of its ShardedDataParallel, which calls them
+    *("_clear_counters", "_setup_backward_hooks")  # of its ShardedDataParallel, which calls them
 }
 
 

@@ -276,9 +276,7 @@ RUN: dict[str, Shown] = {
     ),
     "docs/proof.md 1": Shown(1, PARITY, ASKS_FOR_PARITY),
     "docs/same-bits.md 0": Shown(
-        2,
-        f"{WRAPPED}\ndata, steps = torch.randn(64, 4), 2\nloss_fn = torch.Tensor.mean",
-        "assert model.state_dict()",
+        2, f"{WRAPPED}\ndata, steps = torch.randn(64, 4), 2\nloss_fn = torch.Tensor.mean", "assert model.state_dict()"
     ),
     "docs/uneven.md 0": Shown(
         2,

@@ -69,11 +69,7 @@ class MadeUp:
         ]
         name = resolve(recipe).name
         return ParityReport(
-            recipe=name,
-            reference=settings["reference"],
-            steps=settings["steps"],
-            cells=cells,
-            warnings=self.warnings,
+            recipe=name, reference=settings["reference"], steps=settings["steps"], cells=cells, warnings=self.warnings
         )
 
 
@@ -521,8 +517,9 @@ def test_real_comparisons(session: pytest.Pytester, ranks: RankPool, monkeypatch
         """
     )
     session.makepyfile(
+        real_model=MODEL,  # ranks that have served other sessions may know another ``model``
         test_real_comparisons="""
-        import dataclasses, pytest, torch, model
+        import dataclasses, pytest, torch, real_model as model
         from fsshard.parity import Recipe
         @pytest.mark.fsshard_parity(backends=["fsdp2"], steps=2)
         def test_agrees(): return model.with_lambdas()
@@ -533,7 +530,7 @@ def test_real_comparisons(session: pytest.Pytester, ranks: RankPool, monkeypatch
             return generator
         @pytest.mark.fsshard_parity(backends=["fsdp2"], steps=2)
         def test_is_noisy(tmp_path): return dataclasses.replace(model.recipe(), loss=noisy)
-        """
+        """,
     )
     result = session.runpytest_inprocess()
     result.assert_outcomes(passed=1, failed=1)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsshard
+from tests.forked import forking
 from tests.models import Spectral
 
 # Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one; bare
@@ -78,7 +79,8 @@ def job_calls(ctx: fsshard.Context, backends: list[str]) -> dict[str, tuple[int,
 @pytest.fixture(scope="module")
 def counted() -> dict[str, tuple[int, int]]:
     """Count in processes of their own: what others have wrapped in one costs a call here and there."""
-    return {**fsshard.launch(job_calls, 1, (["none"],)), **fsshard.launch(job_calls, 2, (list(COLLECTIVES),))}
+    with forking():
+        return {**fsshard.launch(job_calls, 1, (["none"],)), **fsshard.launch(job_calls, 2, (list(COLLECTIVES),))}
 
 
 @pytest.mark.parametrize("backend", ["none", *COLLECTIVES])

@@ -10,8 +10,6 @@ import torch
 import fsshard
 from tests.advice.following import Scale, batch, cases, is_right, plain, refuse, refused, square
 
-REPLICAS = ("ddp", "fairscale")
-
 
 def case_values_are_assigned() -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor

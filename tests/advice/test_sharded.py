@@ -10,17 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fsshard
-from tests.advice.following import (
-    DIVIDED,
-    batch,
-    cases,
-    is_right,
-    is_trained,
-    plain,
-    refused,
-    square,
-    train,
-)
+from tests.advice.following import DIVIDED, batch, cases, is_right, is_trained, plain, refused, square, train
 from tests.models import net
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)

@@ -47,11 +47,7 @@ def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce
     [
         (cost("nothing", reduce=torch.bfloat16), 40, [("all_reduce", 20, 20, 4)]),
         (cost("owners", frozen=3), 40, [("all_to_all", 28, 28, 4), ("broadcast", 28, 28, 4)]),
-        (
-            cost("owners", ranks=8),
-            40,
-            [("all_to_all", 40, 40, 4), ("broadcast", 40, 40, 4), ("all_reduce", 10, 10, 2)],
-        ),
+        (cost("owners", ranks=8), 40, [("all_to_all", 40, 40, 4), ("broadcast", 40, 40, 4), ("all_reduce", 10, 10, 2)]),
         (
             cost("elements", gathers=2, reduce=torch.bfloat16),
             12,

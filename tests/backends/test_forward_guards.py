@@ -531,6 +531,7 @@ FIRST_FORWARDS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("what", FIRST_FORWARDS)
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("backend", DIVIDED)

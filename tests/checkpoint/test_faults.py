@@ -161,10 +161,7 @@ def never_came(run: Run, place: Path) -> None:
 
 
 REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
-    "full for one": (
-        lambda run, place: full(run, place, 1),
-        r"failed\n  rank 1: cannot write .*rank-00001.*too large",
-    ),
+    "full for one": (lambda run, place: full(run, place, 1), r"failed\n  rank 1: cannot write .*rank-00001.*too large"),
     "full, then another save": (
         lambda run, place: full_later(run, place, lambda: run.save(str(place / "other"))),
         r"last'\) failed\n  rank 1: cannot write .*too large",

@@ -52,10 +52,7 @@ def job_fails(how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "status", "text"),
-    [
-        ("missing", "missing", "pip install 'fsshard[fairscale]'"),
-        ("broken", "fails", "on 2 ranks, cpu: rank"),
-    ],
+    [("missing", "missing", "pip install 'fsshard[fairscale]'"), ("broken", "fails", "on 2 ranks, cpu: rank")],
 )
 def test_what_fails_is_a_finding(ranks: Any, how: str, status: str, text: str) -> None:
     found = doctor._tried(ranks, "backends", "ddp", "cpu", 2, 60, job_fails, how)

@@ -103,12 +103,7 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize(
     ("cells", "code"),
-    [
-        ([exact("ddp"), bounded()], 0),
-        ([exact("ddp"), different()], 1),
-        ([refused()], 1),
-        ([failed()], 1),
-    ],
+    [([exact("ddp"), bounded()], 0), ([exact("ddp"), different()], 1), ([refused()], 1), ([failed()], 1)],
 )
 def test_exit_code_is_0_only_if_all_agree(cells: list[Cell], code: int, fake: Any, capfd: Any) -> None:
     made = report(*cells)

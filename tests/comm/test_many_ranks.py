@@ -26,13 +26,7 @@ from tests.models import batch, net
 class CountingStore:
     """Counts keys that are asked for and bytes that are read, by the rank that asks."""
 
-    def __init__(
-        self,
-        store: Any,
-        asked: Counter[int],
-        rank: int,
-        read: Counter[int] | None = None,
-    ) -> None:
+    def __init__(self, store: Any, asked: Counter[int], rank: int, read: Counter[int] | None = None) -> None:
         self._store = store
         self._asked = asked
         self._read = Counter() if read is None else read

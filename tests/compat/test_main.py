@@ -43,11 +43,7 @@ print(json.dumps({
 }))
 """
 
-TARGETS = {
-    "script": ("scripts/look.py",),
-    "module": ("-m", "package.look"),
-    "package": ("-m", "package"),
-}
+TARGETS = {"script": ("scripts/look.py",), "module": ("-m", "package.look"), "package": ("-m", "package")}
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

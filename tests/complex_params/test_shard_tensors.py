@@ -147,6 +147,7 @@ def job_gradients(backend: str, rows: int) -> list[str]:
     return different
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("rows", [4, 5])
 @pytest.mark.parametrize("backend", [name for name in ALL if name != "fsdp"])
 def test_what_is_done_to_a_gradient_is_what_the_optimizer_steps_with(ranks: Any, backend: str, rows: int) -> None:

@@ -20,11 +20,7 @@ from fsshard.launching.pool import RankPool
 from tests.gpu import jobs
 
 Record = Callable[[str, object], None]
-ENGINES: dict[str, dict[str, Any]] = {
-    "none": {"backend": "none"},
-    "ddp": {"backend": "ddp"},
-    **jobs.ENGINES,
-}
+ENGINES: dict[str, dict[str, Any]] = {"none": {"backend": "none"}, "ddp": {"backend": "ddp"}, **jobs.ENGINES}
 SHARDED = ("fsdp", "fsdp2")
 
 

@@ -94,12 +94,7 @@ def test_a_bare_python_in_an_allocation_is_no_task(bare: pytest.MonkeyPatch, ste
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [
-        ("node[01-04,07],x", "node01"),
-        ("single", "single"),
-        ("a-b[3]-c,d", "a-b3-c"),
-        ("r[1-2]n[05-06]", "r1n05"),
-    ],
+    [("node[01-04,07],x", "node01"), ("single", "single"), ("a-b[3]-c,d", "a-b3-c"), ("r[1-2]n[05-06]", "r1n05")],
 )
 def test_first_host(nodes: str, host: str) -> None:
     assert first_host(nodes) == host

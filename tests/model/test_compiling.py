@@ -21,19 +21,13 @@ from fsshard.backends import backend_class
 from fsshard.backends.settings import Settings
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
-from fsshard.model.compiling import (
-    check_compilation,
-    compile_units,
-    compiled_units,
-    resolve_compilation,
-)
+from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
 from tests.models import Spectral, batch, net
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, Run, differences, train
 from tests.zoo import ZOO
 
-AOT = {"backend": "aot_eager"}
 BF16_LAYERS: dict[str, Any] = {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -190,15 +184,10 @@ def test_bad_values(value: Any, text: str) -> None:
         resolve_compilation(value)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize(
-    "value",
-    [
-        {"mode": "reduce-overhead"},
-        {"options": {"triton.cudagraphs": True}},
-        {"backend": "cudagraphs"},
-    ],
-    ids=str,
+    "value", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}, {"backend": "cudagraphs"}], ids=str
 )
 def test_cuda_graphs_want_parameters_that_stay(backend: str, value: dict[str, Any]) -> None:
     def check(name: str, device: torch.device) -> None:

@@ -19,15 +19,7 @@ from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import PrecisionError
 from fsshard.launching.pool import RankPool
 from fsshard.model.activation_checkpointing import checkpoint_blocks
-from fsshard.model.precision import (
-    _cast,
-    bf16_ready,
-    bfSixteen,
-    check_buffers,
-    check_precision,
-    fp32_policy,
-    fpSixteen,
-)
+from fsshard.model.precision import _cast, bf16_ready, bfSixteen, check_buffers, check_precision, fp32_policy, fpSixteen
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
 from tests.models import Spectral, batch, net

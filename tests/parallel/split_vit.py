@@ -16,10 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TOKENS, WIDTH, HEADS, HIDDEN, CHANNELS = 8, 16, 4, 32, 6
 
-SPLIT: dict[str, int] = {
-    r"\.(q|k|v|fc1)\.(weight|bias)$": 0,
-    r"\.(proj|fc2)\.weight$": 1,
-}
+SPLIT: dict[str, int] = {r"\.(q|k|v|fc1)\.(weight|bias)$": 0, r"\.(proj|fc2)\.weight$": 1}
 """Pattern of the parameters that are parts over tp -> the dimension along which they lie."""
 
 
@@ -168,10 +165,7 @@ def split(mesh: DeviceMesh) -> ViT:
 
 def said_of(mesh: DeviceMesh) -> dict[str, Any]:
     """Return what ``wrap`` has to be told: all of it is shared over cp, what SPLIT names is in parts over tp."""
-    return {
-        "replicated": {".": mesh["cp"]},
-        "sharded": {pattern: (mesh["tp"], dim) for pattern, dim in SPLIT.items()},
-    }
+    return {"replicated": {".": mesh["cp"]}, "sharded": {pattern: (mesh["tp"], dim) for pattern, dim in SPLIT.items()}}
 
 
 def batch(data_ranks: int, step: int) -> Tensor:

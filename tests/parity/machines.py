@@ -275,11 +275,7 @@ def state_dicts(pool: RankPool, threads: int, work: Work) -> Outcomes:
             yield ("different", f"{name}: {wrong[0]}") if wrong else ("exact", "")
 
 
-JOBS = {
-    "engines": engines,
-    "complex parameters": complex_parameters,
-    "state dicts": state_dicts,
-}
+JOBS = {"engines": engines, "complex parameters": complex_parameters, "state dicts": state_dicts}
 """Column of the table -> what is run for it."""
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.recipes.recipe import Recipe, resolve
 from tests.models import Spectral
+from tests.sets import often
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"backend": "ddp"},
@@ -130,6 +131,7 @@ def check(ranks: Any, engine: str, way: str, size: int, mesh: tuple[int, int] | 
         assert not any(differ.values()), f"numbers that differ: {differ}"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_four_ranks_have_the_bits_of_replicas_by_hand(ranks: Any, engine: str, way: str) -> None:
@@ -147,6 +149,7 @@ def test_more_ranks_have_the_bits_of_replicas_by_hand(ranks: Any, engine: str, s
     check(ranks, engine, "plain", size)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "mesh",
     [(2, 2), *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ((2, 4), (4, 2), (4, 4))), (3, 2)],
@@ -222,10 +225,7 @@ def recipe_by_hand(recipe: Recipe, ranks: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name",
-    ["convnet", "tfno", *(pytest.param(n, marks=pytest.mark.long) for n in RECIPES if n not in ("convnet", "tfno"))],
-)
+@pytest.mark.parametrize("name", often(RECIPES, "convnet"))
 def test_every_recipe_has_the_bits_of_replicas_by_hand(ranks: Any, name: str, size: int, tmp_path: Path) -> None:
     """Weights and buffers, through a checkpoint."""
     expected = recipe_by_hand(resolve(name), size)

@@ -140,7 +140,7 @@ ONCE = [name for name in TRAININGS if not name.startswith("zoo-") or name.replac
 LATER = {
     *("fno", "tfno_tt", "tfno_cp", "uno", "sfno", "gino", "vit", "mlp", "t5"),
     *("fno_dense", "fno_complex_tucker", "fno_complex_tt", "tfno_tucker"),
-    *("orthogonal", "odd_first", "plain", "buffered"),
+    *("orthogonal", "odd_first", "plain", "buffered", "conv_batchnorm"),
 }
 """Left to ``make test-all``: kin of others that are trained at every commit."""
 

@@ -134,10 +134,7 @@ def test_what_is_found_by_wrap_or_cannot_be_compared(ranks: Any) -> None:
 def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
     asked: Any = functools.partial(compare, recipes.right, pool=ranks)
     for options, message in [
-        (
-            {"mesh": {"data": 2, "tp": 2}, "world_sizes": iter([2])},
-            r"world_sizes=\[2\]: .* has 4 ranks; leave",
-        ),
+        ({"mesh": {"data": 2, "tp": 2}, "world_sizes": iter([2])}, r"world_sizes=\[2\]: .* has 4 ranks; leave"),
         ({"mesh": []}, "expected one mesh or several"),
         ({"mesh": "data=2"}, "expected sizes by name"),
         ({"mesh": {"data": 0}}, "'data' has size 0"),
@@ -160,9 +157,7 @@ class Own(Engine):
 def test_the_judge_is_the_recipe_alone() -> None:
     """The same numbers as a loop written out."""
     recipe = dataclasses.replace(
-        recipes.right(),
-        clip=None,
-        param_groups=lambda names: [{"params": names[:2], "lr": 0.1}, {"params": names[2:]}],
+        recipes.right(), clip=None, param_groups=lambda names: [{"params": names[:2], "lr": 0.1}, {"params": names[2:]}]
     )
     torch.manual_seed(0)
     judge = Bare(recipe, recipe.build())

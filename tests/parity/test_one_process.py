@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from fsshard.parity import Recipe
-from fsshard.parity.one_process import (
-    ForwardWatch,
-    Shadow,
-    first_difference,
-    perturbed,
-    random_state,
-)
+from fsshard.parity.one_process import ForwardWatch, Shadow, first_difference, perturbed, random_state
 from fsshard.parity.report import ulps_between
 from fsshard.recipes.recipe import seed_all
 

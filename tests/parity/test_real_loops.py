@@ -172,6 +172,7 @@ def job_heads(backend: str, how: str) -> dict[str, Any]:
     return model.state_dict()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["two optimizers", "skipped"])
 @pytest.mark.parametrize("backend", DISTRIBUTED[1:])
 def test_what_was_used_is_known_per_step_and_optimizer(ranks: Any, backend: str, how: str) -> None:
@@ -211,6 +212,7 @@ def job_only_no_sync(backend: str, how: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["step", "clip"])
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_local_gradients_are_not_stepped(ranks: Any, backend: str, how: str) -> None:
@@ -367,6 +369,7 @@ def job_changes_nothing(backend: str, what: str) -> list[str]:
 
 
 @pytest.mark.fairscale_row(41)
+@pytest.mark.covering
 @pytest.mark.parametrize("what", CHANGES_NOTHING)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_it_changes_no_training(ranks: Any, backend: str, what: str) -> None:

@@ -11,15 +11,7 @@ import torch
 
 from fsshard.errors import ConfigurationError, ParityError
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import (
-    Cell,
-    Difference,
-    Divergence,
-    StepReport,
-    difference,
-    number_difference,
-    ulps_between,
-)
+from fsshard.parity.report import Cell, Difference, Divergence, StepReport, difference, number_difference, ulps_between
 
 WEIGHT = "layers.0.weight"
 

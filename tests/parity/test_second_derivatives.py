@@ -419,7 +419,7 @@ KEPT = (penalty_alone, pinn_border_last, forces)
 BY_WEIGHTS = (hessian_of_weights, scaled_by_slopes)
 LONG = pytest.mark.long
 CASES = [
-    ("fsdp2", (*SECOND, *OTHERS), "real", {}),
+    pytest.param("fsdp2", (*SECOND, *OTHERS), "real", {}, marks=LONG),  # with complex weights at every commit
     pytest.param("fsdp2", (*ONE_PASS, *FUNCTIONS), "real", {}, marks=LONG),
     ("fairscale", (*KEPT, *FUNCTIONS), "real", {}),
     pytest.param("fairscale", EVERY, "real", {}, marks=LONG),

@@ -263,11 +263,7 @@ def no_loss() -> Recipe:
 @pytest.mark.parametrize(
     ("source", "error", "text"),
     [
-        (
-            needs_closure,
-            RecipeError,
-            "got LBFGS, which runs forward and backward itself; give another",
-        ),
+        (needs_closure, RecipeError, "got LBFGS, which runs forward and backward itself; give another"),
         (misspelt, RecipeError, "does not take recipe.hyper.*lrr"),
         (no_loss, RecipeError, "must return one real number as a tensor, got NoneType"),
     ],

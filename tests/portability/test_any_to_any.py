@@ -49,14 +49,14 @@ def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
 
 
 def rows() -> Iterator[Any]:
-    """At every commit the first row of each two engines."""
-    met = set()
+    """At every commit each engine saves and loads, on each number of ranks, and each optimizer goes on."""
+    met: set[Any] = set()
     for saver, loader, optimizer in covering():
-        engines = (saver[0], loader[0])
-        marks = [pytest.mark.long] if engines in met else []
+        values = set(enumerate((*saver, *loader, optimizer)))
+        marks = [pytest.mark.long] if values <= met else []
         name = f"{saver[0]}{saver[1]}-{loader[0]}{loader[1]}-{optimizer}"
         yield pytest.param(saver, loader, optimizer, id=name, marks=marks)
-        met.add(engines)
+        met |= values
 
 
 @pytest.mark.parametrize(("saver", "loader", "optimizer"), [*rows()])

@@ -53,6 +53,7 @@ def job_overflow(backend: str, where: int, explicit: bool) -> list[Any]:
     return [*found, weights(model)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("explicit", [False, True], ids=["one parameter", "clipped"])
 @pytest.mark.parametrize("backend", ALL)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, backend: str, explicit: bool) -> None:
@@ -175,6 +176,7 @@ def batch_of(rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("norm_type", [0.5, 1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("backend", ALL)
 def test_norm_counts_complex_numbers(ranks: Any, backend: str, norm_type: float) -> None:

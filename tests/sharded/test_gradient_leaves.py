@@ -114,6 +114,7 @@ def test_one_process_has_the_bits_of_the_serial_loop(ranks: Any) -> None:
     assert found == by_hand()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_engines_have_them_on_any_number_of_ranks(ranks: Any, engine: str, size: int) -> None:
@@ -127,14 +128,7 @@ def test_all_engines_have_them_on_any_number_of_ranks(ranks: Any, engine: str, s
 
 @pytest.mark.parametrize(
     ("leaves", "engine", "size"),
-    [
-        (6, "none", 1),
-        (6, "fsdp2", 2),
-        (12, "none", 1),
-        (12, "ddp", 2),
-        (12, "fsdp", 4),
-        (12, "fairscale", 4),
-    ],
+    [(6, "none", 1), (6, "fsdp2", 2), (12, "none", 1), (12, "ddp", 2), (12, "fsdp", 4), (12, "fairscale", 4)],
 )
 def test_a_number_of_leaves_that_is_no_power_of_two(ranks: Any, leaves: int, engine: str, size: int) -> None:
     settings = ENGINES.get(engine, {"backend": engine})

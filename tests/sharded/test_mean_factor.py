@@ -122,12 +122,14 @@ def test_one_process_has_the_bits_of_a_model_weighted_by_hand(ranks: Any, way: s
     check(ranks, {"backend": "none"}, way, 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
 def test_two_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: dict[str, Any], way: str) -> None:
     check(ranks, engine, way, 2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", [*WAYS, "fp16"])
 @pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)
 def test_four_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: dict[str, Any], way: str) -> None:
@@ -189,6 +191,7 @@ def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("engine", "size"),
     [({"backend": "none"}, 1), *((engine, size) for engine in NATIVE for size in (2, 4))],

@@ -230,6 +230,7 @@ def job_drops(backend: str, kind: str) -> list[str]:
     return known.left()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", PASSES)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:

@@ -144,6 +144,7 @@ def job_foreign(backend: str, when: str) -> str:
     return "stepped"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("when", ["before", "after", "of the inner module"])
 @pytest.mark.parametrize("backend", ALL)
 def test_a_plain_optimizer_over_managed_parameters_raises(ranks: Any, backend: str, when: str) -> None:

@@ -256,7 +256,7 @@ def job_load(folder: str, backend: str, built: str, saved: Any) -> Any:
 
 CASES = [
     ("shapes", "fsdp", 2),
-    ("small", "fairscale", 4),
+    pytest.param("small", "fairscale", 4, marks=LONG),
     *(pytest.param("shapes", *there, marks=LONG) for there in (("ddp", 2), ("fsdp2", 4), ("native", 2), ("none", 1))),
 ]
 
@@ -287,7 +287,7 @@ def job_read_in_mid_step(backend: str) -> bool:
     return told[0] == told[1]
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("ddp", marks=LONG)])
 def test_reading_the_state_disturbs_nothing(ranks: Any, backend: str) -> None:
     assert ranks.run(job_read_in_mid_step, 2, backend) == [True] * 2
 

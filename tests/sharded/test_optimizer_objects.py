@@ -22,6 +22,7 @@ import fsshard
 from fsshard import recipes
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, OptimizerError, UnsupportedByBackend
 from fsshard.state_objects import SavedObject, described, fields_of, tensors_in
+from tests.forked import forking
 from tests.models import Spectral
 from tests.optimizers import Written
 from tests.sets import often
@@ -162,11 +163,7 @@ def bare_weights(kind: str, steps: int) -> dict[str, Any]:
 
 
 def job_train_and_save(kind: str, backend: str, folder: str) -> list[str]:
-    bare = net()
-    bare_optimizer = (lambda c, g, s: c(g, **s))(
-        *asked("GaLore" if kind == "names" else kind, [*bare.named_parameters()])
-    )
-    want = trained(bare, bare_optimizer, range(3))
+    want = bare_weights(kind, 3)
     model, optimizer = wrapped(kind, backend)
     trained(model, optimizer, range(2))
     fsshard.save(folder, model, optimizer)
@@ -180,11 +177,7 @@ def job_train_and_save(kind: str, backend: str, folder: str) -> list[str]:
 
 
 def job_resume(kind: str, backend: str, folder: str) -> list[str]:
-    bare = net()
-    bare_optimizer = (lambda c, g, s: c(g, **s))(
-        *asked("GaLore" if kind == "names" else kind, [*bare.named_parameters()])
-    )
-    want = trained(bare, bare_optimizer, range(4))
+    want = bare_weights(kind, 4)
     model, optimizer = wrapped(kind, backend)
     if CLASSES[kind]:
         with pytest.raises(
@@ -342,7 +335,8 @@ def test_settings_that_are_objects_stay_the_optimizers(ranks: Any, tmp_path: Pat
 def test_estimates_count_what_objects_hold() -> None:
     """Less for a momentum in 8 bits than for one in a dataclass, and more than for none."""
     peaks = []
-    for kind in (torch.optim.SGD, EightBit, Made):
-        recipe = replace(recipes.mlp(), optimizer=kind, hyper={"lr": 0.1, "whole": True})
-        peaks.append(fsshard.estimate(recipe, world_size=2, backend="fsdp2").peak)
+    with forking():
+        for kind in (torch.optim.SGD, EightBit, Made):
+            recipe = replace(recipes.mlp(), optimizer=kind, hyper={"lr": 0.1, "whole": True})
+            peaks.append(fsshard.estimate(recipe, world_size=2, backend="fsdp2").peak)
     assert peaks[0] < peaks[1] < peaks[2]

@@ -155,7 +155,7 @@ def job_single_steps(backend: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("backend", DIVIDING)
+@pytest.mark.parametrize("backend", often(DIVIDING, "fsdp2"))
 def test_four_ranks_take_each_step_from_equal_states(ranks: Any, backend: str) -> None:
     """Some own nothing of a weight's rows. Sums of gradients of four ranks have another order than by hand."""
     assert ranks.run(job_single_steps, 4, backend) == [[]] * 4
@@ -229,7 +229,11 @@ def job_goes_on(folder: str, here: str, there: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("here", "there"), [("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "fairscale"), ("fairscale", "ddp")]
+    ("here", "there"),
+    often(
+        [("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "fairscale"), ("fairscale", "ddp")],
+        *(("fsdp2", "fsdp"), ("fairscale", "ddp")),
+    ),
 )
 def test_bases_that_lie_column_by_column_go_on_as_they_were(ranks: Any, tmp_path: Any, here: str, there: str) -> None:
     """Eigenvectors do, and products with them are rounded so. gloo sends them as they lie, to who expects rows."""

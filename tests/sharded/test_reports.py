@@ -248,7 +248,7 @@ unit        bytes  dtypes             on a rank   gathered   sent  bound  ratio 
 why 1: the root: everything else
 why 2: owns complex weights; float32 unit
 a rank holds 408 B of parameters (bound 386 B, ratio 1.06), the largest unit has 320 B while it is gathered
-a rank sends 1.11 KiB per step (bound 1002 B, ratio 1.13)""",
+a rank sends 1.11 KiB per step (bound 1002 B, ratio 1.13)"""
 }
 """FSDP2's table depends on whether it pads complex weights too."""
 

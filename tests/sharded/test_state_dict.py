@@ -76,6 +76,7 @@ def job_peak(backend: str, rank0_only: bool, forward_first: bool) -> tuple[list[
     return list(differences(expected if kept else {}, state)), live.peak, live.now, largest
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("forward_first", [False, True])
 def test_rank_0_needs_one_copy_and_the_others_nothing(ranks: Any, backend: str, forward_first: bool) -> None:

@@ -171,7 +171,4 @@ def vissl(fairscale: Any) -> Outcome:
     return {**found, "weights": {k: v for k, v in found["weights"].items() if k.endswith(("weight", "bias"))}}
 
 
-USAGES: dict[str, Callable[[Any], Outcome]] = {
-    "fairseq": fairseq,
-    "VISSL": vissl,
-}
+USAGES: dict[str, Callable[[Any], Outcome]] = {"fairseq": fairseq, "VISSL": vissl}

@@ -48,12 +48,7 @@ STEP = Record(
 
 
 def script(
-    folder: Path,
-    steps: int = 3,
-    models: Sequence[Model] = (MODEL,),
-    size: int = 1,
-    first: int = 0,
-    **late: Any,
+    folder: Path, steps: int = 3, models: Sequence[Model] = (MODEL,), size: int = 1, first: int = 0, **late: Any
 ) -> Path:
     """Write a record whose last step has ``late`` in place of what is usual."""
     for rank in range(size):

@@ -20,20 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsshard.compat.fairscale.optim import OSS
 from tests.on_ranks import on_ranks
-from tests.oss.trainings import (
-    batches,
-    both,
-    build,
-    clip,
-    ddp,
-    fill,
-    mlp,
-    refusal,
-    same,
-    step,
-    weights,
-    whole_state,
-)
+from tests.oss.trainings import batches, both, build, clip, ddp, fill, mlp, refusal, same, step, weights, whole_state
 
 
 def told(call: Any) -> tuple[str, str]:

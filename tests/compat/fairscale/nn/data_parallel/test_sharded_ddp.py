@@ -165,8 +165,7 @@ def test_row_1_raw_reduces_a_stale_bucket() -> None:
 
 @pytest.mark.covering
 @pytest.mark.parametrize(
-    "pattern",
-    ["zss!", "znns!", "zsns!", "zsnsns!", "zns!ss!", "zsns!zs!", "zs!s!", "zns!ns!", "zssnns!"],
+    "pattern", ["zss!", "znns!", "zsns!", "zsnsns!", "zns!ss!", "zsns!zs!", "zs!s!", "zns!ns!", "zssnns!"]
 )
 @pytest.mark.parametrize("how", ["optimizer", "wrapper zeros", "by hand"])
 @pytest.mark.fairscale_row(4)
