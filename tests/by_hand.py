@@ -23,9 +23,9 @@ def train(
     Returns:
         The losses of each rank.
     """
-    losses: list[list[float]] = [[] for _ in range(ranks)]
+    losses = [[] for _ in range(ranks)]
     for step in range(steps):
-        replicas: list[list[Tensor | None]] = []
+        replicas = []
         for rank in range(ranks):
             optimizer.zero_grad()
             value = loss(model, rank, step)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -75,7 +75,7 @@ def _fsshard_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def ranks(_fsshard_ranks: RankPool) -> RankPool:
     """The session's pool of ranks; its processes start with the first job."""
-    pool: Any = _fsshard_ranks
+    pool = _fsshard_ranks
     pool.run = partial(pool.run, timeout=PATIENCE)
     pool.run_expecting_errors = partial(pool.run_expecting_errors, timeout=PATIENCE)
     return _fsshard_ranks

@@ -49,7 +49,7 @@ class _Envelope:
         os.environ.update(self._environment)
         # The server that has made this process serves it too, which multiprocessing does not know (Python 3.11).
         vars(forkserver._forkserver)["ensure_running"] = lambda: None
-        process: Any = pickle.loads(self._process)
+        process = pickle.loads(self._process)
         code = process._bootstrap(parent_sentinel)
         atexit._run_exitfuncs()  # a forked process ends without
         sys.stdout.flush()

@@ -84,10 +84,10 @@ def package_of(module: str) -> str:
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
     """Groups of modules that import each other, by Tarjan's algorithm for strongly connected components."""
-    number: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    open_: list[str] = []
-    found: list[list[str]] = []
+    number = {}
+    lowest = {}
+    open_ = []
+    found = []
 
     def visit(node: str) -> None:
         number[node] = lowest[node] = len(number)
@@ -113,7 +113,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
 def private_attributes(texts: Mapping[str, str], allowed: set[str]) -> list[str]:
     """Uses of attributes with an underscore that only classes of other packages have."""
     trees = {module: parsed(text) for module, text in texts.items()}
-    owners: dict[str, set[str]] = {}
+    owners = {}
     for module, tree in trees.items():
         for name in _own_attributes(tree) - allowed:
             owners.setdefault(name, set()).add(package_of(module))
@@ -129,7 +129,7 @@ def private_attributes(texts: Mapping[str, str], allowed: set[str]) -> list[str]
 
 def _own_attributes(tree: ast.Module) -> set[str]:
     """Attributes with one leading underscore that classes in a module define or set on ``self``."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for part in node.body:

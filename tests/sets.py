@@ -88,7 +88,7 @@ def _later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the tests marked long; of one marked covering, the rows whose values all occur in a few others of it."""
     from tests.parity import matrix
 
-    rows: dict[tuple[Any, ...], dict[tuple[str, ...], pytest.Item]] = {}
+    rows = {}
     for item in items:
         mark = item.get_closest_marker("covering")
         if item.get_closest_marker("long") is not None:
@@ -155,8 +155,8 @@ class CpuTimes:
 
 def tree_seconds() -> float:
     """Seconds of CPU time, of user and system, of this process, its descendants, and those of them that have ended."""
-    parents: dict[int, list[int]] = {}
-    ticks: dict[int, int] = {}
+    parents = {}
+    ticks = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

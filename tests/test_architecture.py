@@ -37,7 +37,7 @@ def files_of_ours() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -275,8 +275,6 @@ def test_every_module_has_tests_of_its_name_or_ones_that_name_it() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ private torch
-
 NO_TORCH = {
     *("_parameters", "_buffers", "_modules"),  # nn.Module's, which all of torch and its users go by
     *("_apply", "_load_from_state_dict", "_save_to_state_dict"),  # what subclasses of nn.Module override
@@ -303,7 +301,7 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
@@ -321,7 +319,7 @@ def own_names(paths: Iterable[Path]) -> set[str]:
 
 def members_in(path: Path) -> set[str]:
     """Return the members of classes in a file of torch's, and what it sets on objects."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.ClassDef):
             targets = [x for one in node.body if isinstance(one, ast.Assign) for x in one.targets]
@@ -389,7 +387,7 @@ ANOTHERS = {
 def test_one_room_touches_private_torch() -> None:
     files = [path for path in files_of_ours() if path.parent.name != "torch_private"]
     ours = own_names(files)
-    found: dict[str, list[str]] = {}
+    found = {}
     for path in files:
         own = {*names_in(path), *ANOTHERS.get(name := str(path.relative_to(ROOT)), ())}
         if uses := private_torch(path.read_text(), own, ours, torchs_names()):

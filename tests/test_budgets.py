@@ -31,7 +31,7 @@ BOUNDS: dict[str, float] = {
     "conditional expressions per 100 lines": 1.63,
     "lines": 65_650,
     "lines of tests": 62_000,
-    "nodes of tests": 532_800,
+    "nodes of tests": 531_700,
 }
 """Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000
 lines, and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""
@@ -137,7 +137,7 @@ def test_floors_of_imports() -> None:
 
 def nodes_of_definitions(file: Path) -> dict[str, int]:
     """Return the number of nodes of each function and class, by qualified name."""
-    counts: dict[str, int] = {}
+    counts = {}
 
     def visit(node: ast.Module | ast.ClassDef, prefix: str) -> None:
         for one in node.body:

@@ -34,7 +34,7 @@ FOLDERS = ("fsshard", "compat", "tests", "docs", "benchmarks", "examples", "tool
 
 
 def job_train(code: str) -> str:
-    names: dict[str, Any] = {"__name__": "docs"}
+    names = {"__name__": "docs"}
     exec(compile(code, "docs/memory.md", "exec"), names)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names["train"](SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size()))
@@ -58,7 +58,7 @@ def test_estimate(ranks: Any) -> None:
 
 def job_readme(code: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the README's training in ``folder``: the weights that it returns, and those of its checkpoint."""
-    names: dict[str, Any] = {"__name__": "docs"}
+    names = {"__name__": "docs"}
     exec(compile(code, "README.md", "exec"), names)
     before = os.getcwd()
     os.chdir(folder)

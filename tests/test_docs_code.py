@@ -374,7 +374,7 @@ def job_blocks(codes: dict[str, tuple[str, str, str]], folder: str) -> list[str]
     for name, parts in codes.items():
         own = Path(folder, re.sub(r"\W", "-", name))
         own.mkdir(exist_ok=True)
-        names: dict[str, Any] = {"__name__": "docs"}
+        names = {"__name__": "docs"}
         try:
             os.chdir(own)
             with redirect_stdout(io.StringIO()), forking():  # what a search starts
@@ -404,12 +404,9 @@ def test_blocks_run(ranks: Any, tmp_path: Path, number: int) -> None:
         pytest.skip(f"all others ran, but {'; '.join(left_out)}, which is not installed")
 
 
-# ------------------------------------------------------------------------------------------------------------ commands
-
-
 def commands() -> set[str]:
     """Return the commands that pages have a reader type: lines of blocks without a language, and code within lines."""
-    found: set[str] = set()
+    found = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         lines = [line for block in blocks(page, "") for line in block.splitlines()]

@@ -58,12 +58,12 @@ def test_what_holds_samples() -> None:
 
 
 def test_what_is_looked_into_and_what_stays_as_it_is() -> None:
-    given: Any = {"plain": [1, (2,)], "mapping": UserDict(a=3), "fields": Data({"x": 4})}
+    given = {"plain": [1, (2,)], "mapping": UserDict(a=3), "fields": Data({"x": 4})}
 
     def minus(leaf: Any) -> Any:
         return -leaf if isinstance(leaf, int) else leaf
 
-    found: Any = {within: map_containers(minus, given, within) for within in ("plain", "fsdp2", "all")}
+    found = {within: map_containers(minus, given, within) for within in ("plain", "fsdp2", "all")}
     assert all(each["plain"] == [-1, (-2,)] for each in found.values())
     assert found["plain"]["fields"] is given["fields"] and found["fsdp2"]["fields"].made == -7
     assert found["fsdp2"]["mapping"] is given["mapping"] and found["all"]["mapping"] == {"a": -3}

@@ -24,7 +24,7 @@ class Needing:
 
 
 def test_a_change_lasts_as_long_as_what_needs_it() -> None:
-    changes: list[str] = []
+    changes = []
 
     def put(patch: Patch) -> Any:
         changes.append("put")
@@ -55,9 +55,6 @@ def test_the_process_is_as_before() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-# ------------------------------------------------------------------------------------------------ in that process
-
-
 def holders() -> list[tuple[str, Any]]:
     """The modules and classes of these libraries that are there by now."""
     modules = [
@@ -79,7 +76,7 @@ def state(places: list[tuple[str, Any]]) -> dict[Any, Any]:
     from torch.distributed.tensor import DTensor
     from torch.optim import optimizer
 
-    found: dict[Any, Any] = {
+    found = {
         (owner, name): value
         for owner, holder in places
         for name, value in list(vars(holder).items())

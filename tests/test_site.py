@@ -110,9 +110,6 @@ def test_messages_that_are_explained_are_those_that_are_raised() -> None:
     assert [part for part in parts if part not in source] == []
 
 
-# ---------------------------------------------------------------------------------------------------------- the built
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built strictly, where mkdocs is installed."""

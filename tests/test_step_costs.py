@@ -39,9 +39,9 @@ COLLECTIVES = {
 
 def stepping(backend: str, units: int) -> Any:
     """Return a training step after five of them."""
-    model: Any = nn.Sequential(*(Spectral(4) for _ in range(units)))
+    model = nn.Sequential(*(Spectral(4) for _ in range(units)))
     x = torch.randn(3, 4) + dist.get_rank()
-    optimizer: Any = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = fsshard.wrap(model, optimizer, backend=backend, auto_wrap_policy={Spectral})
 
     def step(clip: bool = False) -> None:
@@ -59,7 +59,7 @@ def stepping(backend: str, units: int) -> Any:
 
 def calls_of_step(backend: str, units: int) -> int:
     step = stepping(backend, units)
-    events: list[str] = []
+    events = []
     gc.disable()  # finalizers are calls
     sys.setprofile(lambda _, event, __: events.append(event))
     step()

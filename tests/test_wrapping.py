@@ -398,9 +398,6 @@ def test_sparse_gradients_train_as_dense_ones_do(ranks: Any, backend: str) -> No
     assert not any(ranks.run(job_sparse_training, ranks_of(backend), backend))
 
 
-# ------------------------------------------------------------------------------------------------ the ways in
-
-
 def job_sync(backend: str, sync: bool) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     module = Net()

@@ -100,7 +100,7 @@ def wrapped(run: Run) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
     apart = {"merge_below": 0} if run.backend == "fsdp2" else {}
     model = fsshard.wrap(zoo()[run.case].build(), backend=run.backend, **{**apart, **run.settings})
     names = [name for name, _ in model.named_parameters()]
-    groups: Any = None
+    groups = None
     if run.groups:
         groups = [{"params": names[::2]}, {"params": names[1::2], "lr": run.lr / 3, "weight_decay": 0.05}]
     return model, fsshard.build_optimizer(model, optimizer_class(run.optimizer), groups, lr=run.lr, **run.hyper)
@@ -223,7 +223,7 @@ def lost_by_saving(
 def compare(runs: list[Run]) -> list[str]:
     """Run all and say where any differs from the first; empty when all are equal to the last bit."""
     first = train(runs[0])
-    found: list[str] = []
+    found = []
     for run in runs[1:]:
         trace = train(run)
         found += [f"{run.backend} against {runs[0].backend}: {d}" for d in differences(vars(first), vars(trace))]

@@ -59,7 +59,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def square(model: Any, x: Tensor) -> Tensor:
-    result: Tensor = model(x).abs().square().mean()
+    result = model(x).abs().square().mean()
     return result
 
 

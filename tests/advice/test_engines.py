@@ -15,7 +15,7 @@ def case_values_are_assigned() -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     model = fsshard.wrap(plain(), backend="fsdp2")
-    weight: Any = next(model.parameters())
+    weight = next(model.parameters())
     with refused(
         "write to weights within `with torch.no_grad(), model.full_parameters(writeback=True):`, alike on every rank"
     ):
@@ -27,7 +27,7 @@ def case_values_are_assigned() -> None:
     assert model.state_dict()["0.weight"].eq(2).all()
     weight.data = torch.full((6, 4), 3.0)
     assert model.state_dict()["0.weight"].eq(3).all()
-    total: Any = sum(p.detach().square().sum() for p in model.parameters())
+    total = sum(p.detach().square().sum() for p in model.parameters())
     with refused("On every rank write value.full_tensor().item(), or compute with the whole weights within"):
         total.item()
     with model.full_parameters():

@@ -77,7 +77,7 @@ def test_copies_of_a_sharded_module(backend: str) -> None:
 
 @on_ranks()
 def test_what_was_saved_beside_the_model() -> None:
-    folders: list[Any] = [None]
+    folders = [None]
     if dist.get_rank() == 0:
         import tempfile
 
@@ -178,7 +178,7 @@ def test_gradients_that_have_no_shape_on_a_rank() -> None:
 def case_destroyed(ctx: Any, folder: str) -> str:
     model = fsshard.wrap(plain(), backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, AdamW)
-    calls: tuple[Any, ...] = (
+    calls = (
         lambda: fsshard.save(folder, model, optimizer),
         lambda: fsshard.load(folder, model),
         model.state_dict,

@@ -152,7 +152,7 @@ def case_hugging_faces_settings() -> None:
     ours = {"bucket_cap_mb": 1, "static_graph": True, "broadcast_buffers": False, "compile": {"backend": "aot_eager"}}
     shared = {"backend": "fsdp2", "device_mesh": mesh["data"], "replicated": {}}
     ddp, once = {"backend": "ddp"}, {"max_steps": 1, "eval_strategy": "no"}
-    refusals: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    refusals = (
         ('pass fsshard={"backend": "ddp", "bucket_cap_mb": ...}', ddp, {"ddp_bucket_cap_mb": 1}),
         ('pass fsshard={"backend": "ddp", "static_graph": ...}', ddp, {"ddp_static_graph": True}),
         ('pass fsshard={"broadcast_buffers": ...}', ddp, {"ddp_broadcast_buffers": False}),
@@ -201,7 +201,7 @@ def case_training_state() -> None:
 
 def case_data_parallel() -> None:
     for backend in ("ddp", "fairscale", *DIVIDED):
-        model: Any = nn.DataParallel(plain())
+        model = nn.DataParallel(plain())
         with refused("the model is an nn.DataParallel; wrap the model without it, which is model.module"):
             fsshard.wrap(model, backend=backend)
         is_right(fsshard.wrap(model.module, backend=backend))

@@ -21,7 +21,7 @@ def case_replicas_and_shards() -> None:
     two, turned = mesh_of(1, 2, names=("replicate", "shard")), mesh_of(1, 2, names=("shard", "replicate"))
     replicas, world = mesh_of(2, 1, names=("replicate", "shard")), dist.group.WORLD
     given = "pass device_mesh=init_device_mesh(device, (replicas, shards))"
-    told: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    told = (
         ("leave device_mesh out where these are all ranks, else pass process_group=", "ddp", {"device_mesh": two}),
         ("make it with mesh_dim_names=(", "fsdp2", {"device_mesh": turned}),
         ("use backend='ddp', without a mesh", "fairscale", {"device_mesh": replicas}),

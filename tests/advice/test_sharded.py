@@ -103,7 +103,7 @@ def case_loss_scales() -> None:
 
 def case_copies_and_moves() -> None:
     for backend in ENGINES:
-        model: Any = fsshard.wrap(plain(), backend=backend)
+        model = fsshard.wrap(plain(), backend=backend)
         with refused("keep model.state_dict(), or"):
             copy.deepcopy(model)
         with refused("before fsshard.wrap"):

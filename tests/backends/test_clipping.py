@@ -38,7 +38,7 @@ class Waves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.tanh(self.first(x)).to(torch.complex64) * (1 + 0.5j)
-        out: Tensor = self.last((z @ self.weight).abs())
+        out = self.last((z @ self.weight).abs())
         return out
 
 
@@ -117,7 +117,7 @@ def job_values(backend: str) -> list[str]:
     bare(batch(0)).square().mean().backward()
     average(bare)
     torch.nn.utils.clip_grad_value_(bare.parameters(), 0.02)
-    model: Any = fsshard.wrap(Waves().first, backend=backend)
+    model = fsshard.wrap(Waves().first, backend=backend)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     backward(model)
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)

@@ -28,7 +28,7 @@ def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce
         )
         for number, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))
     ]
-    backend: Any = SimpleNamespace(
+    backend = SimpleNamespace(
         entries={entry.name: entry for entry in entries},
         all=entries,
         facts=SimpleNamespace(divides=divides),
@@ -36,9 +36,7 @@ def cost(divides: str, frozen: int = 0, ranks: int = 4, gathers: int = 1, reduce
         _gathers=lambda unit: (4,) * gathers,
         _gathered_again=lambda unit: [],
     )
-    unit: Any = SimpleNamespace(
-        name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce, send=None
-    )
+    unit = SimpleNamespace(name="", parameters=("0", "1"), nbytes=40, compute=reduce, reduce_dtype=reduce, send=None)
     return unit_cost(backend, unit)
 
 

@@ -26,8 +26,8 @@ def job_thaw(raw: bool) -> bool:
     module = net()
     module.first.requires_grad_(False)
     if raw:
-        model: Any = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module))
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     else:
         model = fsshard.wrap(module, backend="ddp")
         optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -55,7 +55,7 @@ def count_and_halve(seen: list[int], bucket: dist.GradBucket) -> torch.futures.F
     """Half of the mean, so that who does not call it trains otherwise."""
     seen.append(bucket.buffer().numel())
     work = dist.all_reduce(bucket.buffer().div_(2 * dist.get_world_size()), async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    future = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
@@ -64,11 +64,11 @@ count_and_halve.__annotations__.update(bucket=dist.GradBucket, **{"return": torc
 
 def job_hooked(raw: bool) -> tuple[bool, dict[str, torch.Tensor]]:
     """Return whether the hook was called at every step, and the weights; a layer is frozen on the way."""
-    seen: list[int] = []
+    seen = []
     module = net()
     if raw:
-        model: Any = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module), find_unused_parameters=True)
-        optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     else:
         model = fsshard.wrap(module, backend="ddp")
         optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -175,9 +175,7 @@ def job_steps_in_backward(backend: str, ours: bool, after: bool) -> dict[str, to
     module = real()
     model = fsshard.wrap(module, backend=backend)
     if ours:
-        optimizers: list[Any] = [
-            fsshard.build_optimizer(model, torch.optim.SGD, [n], lr=0.1) for n in model.state_dict()
-        ]
+        optimizers = [fsshard.build_optimizer(model, torch.optim.SGD, [n], lr=0.1) for n in model.state_dict()]
     else:
         optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
 
@@ -216,7 +214,7 @@ def test_the_other_ways_to_step_are_right(ranks: Any) -> None:
 def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
     """Return what a step warns of, and whether the replicas agree after two of them."""
     module = real()
-    model: Any = fsshard.wrap(module, backend="ddp")
+    model = fsshard.wrap(module, backend="ddp")
     if called:
         model(batch(5))
     if not kept:
@@ -236,7 +234,7 @@ def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
 
 
 def _everywhere(mine: bool) -> list[bool]:
-    found: list[Any] = [None] * dist.get_world_size()
+    found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
@@ -263,12 +261,12 @@ class Sparse(nn.Module):
 
 def job_sparse(raw: bool) -> list[str]:
     """Gradients that are not the ranks' average."""
-    local: list[dict[str, torch.Tensor]] = []
+    local = []
     for rank in (0, 1):
         net = Sparse()
         net(torch.arange(3) + rank).square().sum().backward()
         local.append({name: p.grad.to_dense() * 0.5 for name, p in net.named_parameters() if p.grad is not None})
-    model: Any = nn.parallel.DistributedDataParallel(Sparse()) if raw else fsshard.wrap(Sparse(), backend="ddp")
+    model = nn.parallel.DistributedDataParallel(Sparse()) if raw else fsshard.wrap(Sparse(), backend="ddp")
     found = []
     for _ in range(2):  # DDP orders its buckets anew after the first
         model.zero_grad()
@@ -297,10 +295,10 @@ def odd_sizes() -> nn.Sequential:
 def job_addresses(even: bool) -> tuple[bool, bool]:
     """Return whether gradients are views of buckets, and begin at multiples of 64 bytes."""
     module = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)) if even else odd_sizes()
-    model: Any = fsshard.wrap(module, backend="ddp")
+    model = fsshard.wrap(module, backend="ddp")
     for number in range(2):
         model(batch(number)).sum().backward()
-    gradients: list[Any] = [parameter.grad for parameter in module.parameters()]
+    gradients = [parameter.grad for parameter in module.parameters()]
     return model.backend.engine.gradient_as_bucket_view, all(g.data_ptr() % 64 == 0 for g in gradients)
 
 
@@ -310,7 +308,7 @@ def test_gradients_lie_in_buckets_where_they_are_aligned(ranks: Any) -> None:
 
 
 def job_kept_gradients() -> bool:
-    model: Any = fsshard.wrap(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)), backend="ddp")
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)), backend="ddp")
     kept = []
     for number in range(2):
         model.zero_grad()

@@ -101,7 +101,7 @@ class Blocked:
 def uninstalled() -> Iterator[None]:
     parts = ("fairscale.", "fsshard.backends.fairscale_patched.")
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if f"{name}.".startswith(parts)}
-    blocked: Any = Blocked()
+    blocked = Blocked()
     sys.meta_path.insert(0, blocked)
     try:
         yield
@@ -226,7 +226,7 @@ def job_frozen_before_the_step(backend: str, options: dict[str, Any]) -> dict[st
             weight.requires_grad_(False)
         optimizer.step()
         optimizer.zero_grad()
-    found: dict[str, Tensor] = model.state_dict()
+    found = model.state_dict()
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.backends.whole import state_of
 from fsshard.errors import UnsupportedByBackend
-from tests.models import TwoHeads, two_heads
+from tests.models import two_heads
 
 Step = tuple[tuple[str, ...], ...]
 """For each micro-batch, the head that each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
@@ -40,7 +40,7 @@ def mesh() -> Any:
 def job_trained(quiet: bool, torchs: bool, implementation: str) -> tuple[dict[str, Tensor], list[float], list[str]]:
     """Weights, norms before clipping, and the names whose state is here."""
     options = {"implementation": implementation, "find_unused_parameters": True}
-    model: Any = fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh(), **options)
+    model = fsshard.wrap(two_heads(), backend="fairscale", device_mesh=mesh(), **options)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     norms = []
     for step, micro in enumerate(STEPS):
@@ -59,7 +59,7 @@ def job_trained(quiet: bool, torchs: bool, implementation: str) -> tuple[dict[st
 
 def by_hand() -> tuple[dict[str, Tensor], list[float]]:
     """Four replicas averaged by hand."""
-    model: TwoHeads = two_heads()
+    model = two_heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     norms = []
     for step, micro in enumerate(STEPS):
@@ -92,7 +92,7 @@ def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool, im
 def job_reduced_in_bfloat16() -> dict[str, Tensor]:
     precision = fsshard.Precision(reduce=torch.bfloat16)
     options = {"mixed_precision": precision, "device_mesh": mesh(), "find_unused_parameters": True}
-    model: Any = fsshard.wrap(two_heads(), backend="fairscale", **options)
+    model = fsshard.wrap(two_heads(), backend="fairscale", **options)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     for step, micro in enumerate(STEPS[1:3]):
         for part, heads in enumerate(micro):
@@ -103,11 +103,11 @@ def job_reduced_in_bfloat16() -> dict[str, Tensor]:
 
 
 def test_an_earlier_mean_is_not_rounded_again(ranks: Any) -> None:
-    model: TwoHeads = two_heads()
+    model = two_heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, micro in enumerate(STEPS[1:3]):
         for part, heads in enumerate(micro):
-            means: dict[nn.Parameter, list[Tensor]] = {weight: [] for weight in model.parameters()}
+            means = {weight: [] for weight in model.parameters()}
             for rank, head in enumerate(heads):
                 loss = model(inputs(step, part, rank), head).square().mean()
                 gradients = torch.autograd.grad(loss, list(means), allow_unused=True, materialize_grads=True)

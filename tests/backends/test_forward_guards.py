@@ -312,7 +312,7 @@ def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
     """Losses of both ranks and the weights: two bare models whose gradients are averaged by hand."""
     models = [build(name) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    losses: list[list[float]] = [[], []]
+    losses = [[], []]
     for step in range(steps):
         for rank, model in enumerate(models):
             loss = loss_of(name, model, batch(step, rank))
@@ -330,7 +330,7 @@ def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
 
 def wrapped(name: str, backend: str, units: bool | None, precision: str | None = None) -> fsshard.ShardedModule:
     """Under the backend, with each child as a unit of its own, with the model as the only one, or (None) by default."""
-    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings = {"merge_below": 0} if backend == "fsdp2" else {}
     settings["mixed_precision"] = precision
     model = build(name)
     kinds = {type(module) for module in model.modules() if isinstance(module, Child)}
@@ -341,7 +341,7 @@ def wrapped(name: str, backend: str, units: bool | None, precision: str | None =
 
 def job_train(names: list[str], backend: str, units: bool | None, precision: str | None = None) -> dict[str, Any]:
     """Per model what came out, or the error."""
-    outcome: dict[str, Any] = {}
+    outcome = {}
     for name in names:
         try:
             model = wrapped(name, backend, units, precision)
@@ -515,7 +515,7 @@ def prune(child: Any, _: Any) -> None:
 def outcome_of(build: Callable[[], Any], backend: str, units: bool) -> str:
     torch.manual_seed(0)
     policy = {Child} if units else None
-    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings = {"merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(build(), backend=backend, auto_wrap_policy=policy, **settings)
     try:
         model(batch(0, dist.get_rank()))
@@ -545,7 +545,7 @@ def test_weights_that_the_first_forward_writes_are_named(backend: str, units: bo
 @pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
 @on_ranks()
 def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> None:
-    model: Any = fsshard.wrap(ActNorm(by_data=False), backend=backend)
+    model = fsshard.wrap(ActNorm(by_data=False), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     if backend in DIVIDED:
         with refused("`with torch.no_grad(), model.full_parameters(writeback=True): model.module(batch)`"):
@@ -621,7 +621,7 @@ def test_calling_the_module_inside_is_refused_where_it_does_not_gather(ranks: An
 def job_after_an_error(backend: str) -> dict[str, Any]:
     """A forward that was refused leaves nothing behind, and the guard is off outside of forwards."""
     model = wrapped("Base", backend, True)
-    inner: Any = model.module
+    inner = model.module
     right = inner.forward
     inner.forward = lambda x: right(x) + inner.a.weight.sum()
     with pytest.raises(fsshard.ModelError, match=r"reads 'a\.weight'|a DTensor"):
@@ -649,7 +649,7 @@ def job_raw(engine: str, name: str) -> float:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     warnings.simplefilter("ignore")
-    model: Any = build(name)
+    model = build(name)
     if engine == "fsdp2":
         fully_shard(model.a)
         fully_shard(model)

@@ -38,9 +38,7 @@ def job_shards(raw: bool) -> list[tuple[int, int]]:
     if raw:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        unit: Any = FullyShardedDataParallel(
-            fsshard.tensorfy(module), use_orig_params=True, device_id=torch.device("cpu")
-        )
+        unit = FullyShardedDataParallel(fsshard.tensorfy(module), use_orig_params=True, device_id=torch.device("cpu"))
         infos = unit._handle.flat_param._shard_param_infos
         return [(i.intra_param_start_idx, i.intra_param_end_idx + 1) for i in infos if i.in_shard]
     backend = fsshard.wrap(module, backend="fsdp", auto_wrap_policy=None).backend
@@ -78,7 +76,7 @@ class Frozen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.frozen(x)
         self.seen.append(y.requires_grad)
-        out: torch.Tensor = self.free(y)
+        out = self.free(y)
         return out
 
 
@@ -121,7 +119,7 @@ class Wide(nn.Module):
         self.large = nn.Linear(4, 512).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.block(x) * self.large(self.head(x)).mean(1, keepdim=True)
+        out = self.block(x) * self.large(self.head(x)).mean(1, keepdim=True)
         return out
 
 
@@ -249,7 +247,7 @@ def job_names() -> dict[str, Any]:
 
     raw = Blocks()
     raw.blocks[0] = FullyShardedDataParallel(raw.blocks[0], use_orig_params=True, device_id=torch.device("cpu"))
-    found: dict[str, Any] = {"bare": _names(Blocks()), "raw": _names(raw)}
+    found = {"bare": _names(Blocks()), "raw": _names(raw)}
     for engine in DISTRIBUTED:
         model, optimizer = fsshard.wrap((module := Blocks()), torch.optim.SGD(module.parameters(), 0.1), backend=engine)
         found[engine] = [_names(model.module), _names(model)]

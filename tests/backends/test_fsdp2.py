@@ -25,7 +25,7 @@ def job_raw(what: str) -> str:
 
     try:
         if what == "complex":
-            model: Any = fully_shard(net())
+            model = fully_shard(net())
             model(torch.ones(2, 4))
         elif what == "tied":
             first, second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -75,9 +75,6 @@ def test_python_attributes_of_parameters_survive(ranks: Any) -> None:
     assert ranks.run(job_attributes, 2) == [True, True]
 
 
-# ------------------------------------------------------------------------------------------------ from torch 2.15 on
-
-
 class Spectral(nn.Module):
     """A unit of complex weights only."""
 
@@ -103,7 +100,7 @@ def job_complex_alone(how: str) -> tuple[str, list[str]]:
         else:
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            raw: Any = fully_shard(unit, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            raw = fully_shard(unit, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
             try:
                 raw(x).backward()
             except TypeError as error:
@@ -129,7 +126,7 @@ def job_dtype_on_the_way() -> tuple[bool, bool]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     x = torch.linspace(-1, 1, 12).view(3, 4) * (dist.get_rank() + 1.3)
-    raw: Any = fully_shard(Linear(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    raw = fully_shard(Linear(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     raw(x).float().square().sum().backward()
     ours = fsshard.wrap(Linear(), backend="fsdp2", mixed_precision=Precision(param=torch.bfloat16))
     ours(x).float().square().sum().backward()

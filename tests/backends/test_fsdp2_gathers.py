@@ -36,12 +36,12 @@ class Stack(nn.Module):
             x = self.layers[number](x).tanh()
             if self.fail:
                 raise ArithmeticError("in the middle")
-        out: Tensor = self.head(x)
+        out = self.head(x)
         return out
 
 
 def wrapped(backend: str, **settings: Any) -> tuple[Any, Any]:
-    units: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}, "merge_below": 0} if backend == "fsdp2" else {}
+    units = {"auto_wrap_policy": {nn.Linear}, "merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(Stack(), backend=backend, **units, **settings)
     return model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -60,7 +60,7 @@ def train(model: Any, optimizer: Any, step: int) -> float:
 
 def events(model: Any, forward: Callable[[], Any]) -> list[str]:
     """Gathers and forwards of the units, in the order in which they begin."""
-    found: list[str] = []
+    found = []
     names = {id(unit): name for name, unit in model.backend.module.named_modules()}
     gather = gloo_collectives.Gather.__call__
     handles = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsshard
 from fsshard.backends.fsdp2 import MERGED_BYTES, grouped
@@ -64,7 +64,7 @@ def job_units() -> tuple[list[int], list[str], str]:
     for settings in (TOGETHER, APART):
         model = fsshard.wrap(nested(), backend="fsdp2", auto_wrap_policy={nn.Linear}, **settings)
         found.append(len([module for module in model.module.modules() if hasattr(module, "unshard")]))
-        output: Tensor = model(torch.ones(2, 127))
+        output = model(torch.ones(2, 127))
         output.sum().backward()
     try:
         fsshard.wrap(nested(), backend="fsdp2", merge_below=-1)

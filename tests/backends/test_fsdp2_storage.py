@@ -123,7 +123,7 @@ def core_gradient(model: Any) -> Any:
 def job_seen() -> dict[str, Any]:
     model = wrapped()
     native = Uneven()
-    found: dict[str, Any] = {
+    found = {
         "parameters": [(n, tuple(p.shape), p.dtype, p.ndim) for n, p in model.named_parameters()],
         "native": [(n, tuple(p.shape), p.dtype, p.ndim) for n, p in native.named_parameters()],
     }
@@ -140,7 +140,7 @@ def job_seen() -> dict[str, Any]:
     found["written"] = torch.equal(model.state_dict()["core"], native.core * 2)
     loss(model, 0).backward()
     shown = dict(model.named_parameters())["core"]
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     found["norms"] = (float(norm.full_tensor()), float(model.clip_grad_norm_(1e9)))
     before = core_gradient(model)
     shown.grad.mul_(3)  # type: ignore[union-attr]

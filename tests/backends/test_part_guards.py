@@ -76,7 +76,7 @@ def job_within(backend: str) -> list[Any]:
     """Modules are whole inside of full_parameters(): state dicts, copies, and loading."""
     model = fsshard.wrap(net(), backend=backend)
     expected = dict(net().state_dict())
-    found: list[Any] = []
+    found = []
     with model.full_parameters(writeback=True):
         found += differences(expected, dict(model.module.state_dict()))
         found += differences(expected, through_a_file(dict(model.module.state_dict())))
@@ -122,9 +122,6 @@ def test_other_ways_into_a_part_are_refused_in_words(ranks: Any) -> None:
             assert "full_parameters" in averaged or "FSDP does not support deepcopy" in averaged  # torch 2.13
 
 
-# ------------------------------------------------------------------------------------------------ numbers
-
-
 NUMBERS: dict[str, Any] = {
     "float": lambda p: float(p.norm()),
     "item": lambda p: p.abs().sum().item(),
@@ -139,7 +136,7 @@ def plain() -> nn.Sequential:
 
 def whole(value: Any) -> float:
     """A number that every rank has."""
-    summed: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    summed = value.full_tensor() if hasattr(value, "full_tensor") else value
     return summed.item()
 
 

@@ -108,9 +108,9 @@ def test_a_reference_pass_may_freeze(
 def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
     """A layer is frozen and unfrozen between steps, each time after an evaluation; None: bare replicas."""
     module = adapted(head=True)
-    model: Any = module if engine is None else fsshard.wrap(module, **engine)
+    model = module if engine is None else fsshard.wrap(module, **engine)
     layer = [parameter for name, parameter in model.named_parameters() if name.startswith("head")]
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) if engine is None else None
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) if engine is None else None
     optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     for number in range(6):
         with torch.set_grad_enabled(number > 3):  # some evaluate with gradients, and drop the graph
@@ -138,11 +138,11 @@ def test_freezing_between_steps(ranks: Any) -> None:
 def job_frozen_in_mid_accumulation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
     """Parts are frozen and unfrozen between a micro-batch under no_sync() and the next; None: bare replicas."""
     module = adapted(head=True)
-    model: Any = module if engine is None else fsshard.wrap(module, **engine)
+    model = module if engine is None else fsshard.wrap(module, **engine)
     silent = contextlib.nullcontext if engine is None else model.no_sync
     parts = (module.adapter, module.head)
     if engine is None:
-        optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
     else:
         groups = [[{"params": list(part.parameters())}] for part in parts]
         optimizers = [
@@ -198,7 +198,7 @@ def job_raw_fsdp2() -> list[bool]:
     for evaluate in (False, True):
         layer = nn.Linear(4, 4)
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-        bias: Any = layer.bias
+        bias = layer.bias
         if evaluate:
             with torch.no_grad():
                 layer(batch(0))
@@ -249,8 +249,8 @@ def dropped_micro_batch(model: Any, _: nn.Module) -> None:
 def skipping(broken: Any, engine: dict[str, Any] | None) -> dict[str, Tensor]:
     """Train, where the fourth step breaks off; None: bare replicas."""
     module = adapted(head=True)
-    model: Any = module if engine is None else fsshard.wrap(module, **engine)
-    optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.1) if engine is None else None
+    model = module if engine is None else fsshard.wrap(module, **engine)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1) if engine is None else None
     optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
     for number in range(6):
         if number == 3:
@@ -286,9 +286,6 @@ def test_a_step_that_broke_off_leaves_nothing_behind(ranks: Any, broken: Any) ->
     assert ranks.run(job_skipping, 2, broken) == [[], []]
 
 
-# ------------------------------------------------------------------------------------------ evaluations with gradients
-
-
 def evaluated(engine: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
     """Train in bfloat16; each step may evaluate first, with gradients, of which no backward comes."""
     model = fsshard.wrap(adapted(head=True), mixed_precision="bf16", **engine)
@@ -322,7 +319,7 @@ def job_raw_fsdp1() -> list[bool]:
 
     found = []
     for evaluates in (False, True):
-        settings: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        settings = {"device_id": torch.device("cpu"), "use_orig_params": True}
         settings["mixed_precision"] = MixedPrecision(torch.bfloat16)
         inner = FullyShardedDataParallel(nn.Linear(4, 4), **settings)
         model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), inner), **settings)

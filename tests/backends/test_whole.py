@@ -44,7 +44,7 @@ def test_state_comes_back_where_it_lay() -> None:
 def job_scattered() -> list[str]:
     """Return the devices of loaded state, for parameters on a device that is not the state's."""
     model = fsshard.wrap(nn.Linear(3, 2), backend="ddp")
-    optimizer: Any = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     optimizer.inner._fsshard_state_device = torch.device("meta")
     entry = model.backend.entries["weight"]
     saved = {"momentum": torch.ones(2, 3), "rows": torch.ones(2, 1), "step": torch.tensor(3.0), "calls": 4}

@@ -13,7 +13,7 @@ from benchmarks.pairs import WARM_UP, Times, interval, measure
 
 def test_every_side_is_first_equally_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs.dist, "barrier", lambda: None)
-    turns: list[tuple[int, int]] = []
+    turns = []
     steps = [lambda number, side=side: turns.append((number, side)) for side in range(3)]
     found = measure(steps, 6)
     assert [len(times.wall) for times in found] == [len(times.cpu) for times in found] == [6, 6, 6]

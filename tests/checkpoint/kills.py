@@ -240,7 +240,7 @@ class Job:
         self, backend: str, kill: str | None, patient: bool, pids: list[int], pipes: dict[Connection, int]
     ) -> bool:
         begun, ended = self.begun, 0
-        plan: list[tuple[float, str]] = []  # what is done to the ranks, and when
+        plan = []  # what is done to the ranks, and when
         silence = time.monotonic() + SLOWEST_START
         while pipes:
             moment, deed = plan[0] if plan else (silence, "give up")

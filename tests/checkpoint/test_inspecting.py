@@ -72,7 +72,7 @@ def test_what_is_in_it(saved: Path) -> None:
 
 
 def test_checksums_with_progress(copied: Path) -> None:
-    told: list[tuple[int, int]] = []
+    told = []
     assert one(copied, verify=True, progress=lambda done, total: told.append((done, total))).verified
     total = sum(path.stat().st_size for path in copied.glob("*.safetensors"))
     assert told[-1] == (total, total) and [done for done, _ in told] == sorted(done for done, _ in told)
@@ -124,9 +124,6 @@ def test_what_is_none(tmp_path: Path, saved: Path) -> None:
     fsshard.export(saved, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"of another kind \(safetensors\).*fsshard import"):
         inspect(tmp_path / "model.safetensors")
-
-
-# ------------------------------------------------------------------------------------------------ commands
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ ROOMS = tuple(str(Path(fsshard.__file__).parent / room) for room in ("checkpoint
 
 def bytecodes(of: Callable[[], Any]) -> Counter[str]:
     """How many bytecodes each function of these rooms, comprehensions included, ran during a call."""
-    counted: Counter[CodeType] = Counter()
+    counted = Counter()
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if event == "call":
@@ -39,7 +39,7 @@ def bytecodes(of: Callable[[], Any]) -> Counter[str]:
         of()
     finally:
         sys.settrace(former)
-    result: Counter[str] = Counter()
+    result = Counter()
     for code, count in counted.items():
         result[f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"] += count
     return result

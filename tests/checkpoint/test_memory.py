@@ -47,7 +47,7 @@ def job_memory(folder: str, backend: str, save: bool) -> dict[str, Any]:
     model(torch.ones(4, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found: dict[str, Any] = {"own": own_bytes(model, optimizer), "saved": 0, "loaded": 0}
+    found = {"own": own_bytes(model, optimizer), "saved": 0, "loaded": 0}
     found["piece"] = max(entry.shape.numel() * 8 for entry in model.backend.entries.values())
     if save:
         with LiveBytes() as live:
@@ -88,9 +88,6 @@ def folder(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_load_takes_its_own_part_and_a_piece(ranks: RankPool, folder: str, backend: str, world: int) -> None:
     for found in ranks.run(job_memory, world, folder, backend, False):
         assert 0.3 * found["own"] < found["loaded"] <= 1.1 * found["own"] + found["piece"], found
-
-
-# ------------------------------------------------------------------------------------------------ copies
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ class Training:
         if engine is not None:
             g = fsshard.wrap(g, broadcast_buffers=False, **engine)
             d = fsshard.wrap(d, broadcast_buffers=False, **(other or engine))
-        build: Any = (lambda model: adam(model.parameters(), 1e-2)) if self.bare else self.build
+        build = (lambda model: adam(model.parameters(), 1e-2)) if self.bare else self.build
         self.models: dict[str, Any] = {"g": g, "d": d}
         self.optimizers = {name: build(model) for name, model in self.models.items()}
         self.schedulers = {name: ExponentialLR(each, 0.9) for name, each in self.optimizers.items()}
@@ -96,7 +96,7 @@ def job_saved(
     ema = fsshard.EMA(ours.models["g"], 0.5)
     ema.update()
     for number in (1, 2, 3):
-        state: dict[str, Any] = {"ema": ema, "step": 2, "keep": 2, "block": block}
+        state = {"ema": ema, "step": 2, "keep": 2, "block": block}
         fsshard.save(folder / f"step-{number}", ours.models, ours.optimizers, ours.schedulers, **state)
     exact &= ours.run(range(2, 3)) == bare.run(range(2, 3))  # while it is written
     fsshard.wait_for_saves()
@@ -143,7 +143,7 @@ def job_one_of_them(folder: Path, name: str) -> dict[str, Tensor]:
     assert int(next(iter(optimizer.state_dict()["state"].values()))["step"]) == 2
     for other, weights in before.items():
         assert all(torch.equal(value, weights[key]) for key, value in ours.models[other].state_dict().items())
-    found: dict[str, Tensor] = ours.models[name].state_dict()
+    found = ours.models[name].state_dict()
     return found
 
 
@@ -216,7 +216,7 @@ def test_misuse_is_told(ranks: Any, tmp_path: Path) -> None:
 
 def job_clipped(engine: dict[str, Any], other: dict[str, Any] | None, p: float) -> None:
     bare, ours = Training(None), Training(engine, other)
-    found: list[float] = []
+    found = []
     for training in (bare, ours):
         g, d = training.models.values()
         d(g(torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank())))).square().mean().backward()

@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 def shares(held: dict[str, list[Range | None]], layout: Layout | None = None) -> list[Any]:
     """The part that each rank writes, given the range of each tensor that it holds, by a rule or by none."""
-    tables: list[dict[str, Any]] = [{} for _ in next(iter(held.values()))]
+    tables = [{} for _ in next(iter(held.values()))]
     for name, ranges in held.items():
         size = max(part[1] for part in ranges if part is not None)
         for table, part in zip(tables, ranges, strict=True):
@@ -34,7 +34,7 @@ def covered(name: str, written: list[dict[str, Range]]) -> list[Range]:
 
 
 def test_copies_are_shared_evenly_and_few_tensors_are_cut() -> None:
-    held: Any = {f"w{i}": [(0, 100)] * 4 for i in range(10)}
+    held = {f"w{i}": [(0, 100)] * 4 for i in range(10)}
     written = shares(held, whole_everywhere(100))
     assert [sum(b - a for a, b in part.values()) for part in written] == [250] * 4
     assert len([name for name in held if len(covered(name, written)) > 1]) <= 3
@@ -47,7 +47,7 @@ def test_shards_are_written_where_they_are_and_replicas_share_each() -> None:
 
 
 def test_what_is_held_by_no_rule_is_written_by_the_first_that_has_it() -> None:
-    held: Any = {"whole": [(0, 6), (0, 6), (0, 6)], "parts": [None, (0, 4), (4, 6)], "none": [(0, 0), None, (0, 0)]}
+    held = {"whole": [(0, 6), (0, 6), (0, 6)], "parts": [None, (0, 4), (4, 6)], "none": [(0, 0), None, (0, 0)]}
     assert shares(held) == [{"whole": (0, 6)}, {"parts": (0, 4)}, {"parts": (4, 6)}]
 
 

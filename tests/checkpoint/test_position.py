@@ -80,7 +80,7 @@ def job(kind: str, batch_size: int, steps: int, load: str, save: str) -> list[li
     """Train on, and return the samples of each step of this rank."""
     model = fsshard.wrap(nn.Linear(2, 2), backend="ddp" if dist.get_world_size() > 1 else "none")
     sampler = Counting(range(LENGTH), seed=3)  # type: ignore[arg-type]
-    loader: Any = {"sampler": sampler, "loader": Loader(sampler, batch_size), "leaves": Steps()}[kind]
+    loader = {"sampler": sampler, "loader": Loader(sampler, batch_size), "leaves": Steps()}[kind]
     if load:
         fsshard.load(load, model, loader=loader)
     seen = []
@@ -173,7 +173,7 @@ def test_what_does_not_say_what_it_counts_is_refused_or_asked(ranks: Any, tmp_pa
     ],
 )
 def test_refusals(state: Any, now: Any, says: str) -> None:
-    settings: Any = type("Settings", (), {"world_size": now[0]})
+    settings = type("Settings", (), {"world_size": now[0]})
     loader = Steps()
     loader.batch_size = now[1]  # type: ignore[attr-defined]
     with pytest.raises(ConfigurationError, match=says):

@@ -72,12 +72,9 @@ def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_
         assert found[2] == [1.0], "all files are open, whatever has their names"
 
 
-# ------------------------------------------------------------------------------------------------ of many ranks
-
-
 def of_ranks(folder: Path, ranks: int) -> None:
     """Write a checkpoint of one tensor, of which each of ``ranks`` has saved one number."""
-    tables: Any = [{"model/w": ["float32", [ranks], rank, rank + 1]} for rank in range(ranks)]
+    tables = [{"model/w": ["float32", [ranks], rank, rank + 1]} for rank in range(ranks)]
     tensors = parts.divide(tables, "save")
     files = {}
     for rank in range(ranks):
@@ -102,7 +99,7 @@ def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeyp
         with Reader(tmp_path) as opened_checkpoint:
             opened_checkpoint.check_headers()
             assert torch.equal(opened_checkpoint.read("model/w", (0, 300)), torch.arange(300.0))
-            opened: list[str] = []
+            opened = []
             with monkeypatch.context() as patch:
                 real = opened_checkpoint._open
                 patch.setattr(opened_checkpoint, "_open", lambda name: opened.append(name) or real(name))

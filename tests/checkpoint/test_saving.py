@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
@@ -80,7 +80,7 @@ def job_calls_that_differ(folder: str) -> dict[str, str]:
     model, optimizer = trained(net())
     rank, path = dist.get_rank(), f"{folder}/last"
     fsshard.save(path, model, optimizer)
-    more: dict[str, Any] = {"extra": torch.ones(3)} if rank else {}
+    more = {"extra": torch.ones(3)} if rank else {}
     first = optimizer if rank == 0 else None
     return {
         "key": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, **more)),
@@ -105,7 +105,7 @@ def job_arguments(folder: str) -> dict[str, str]:
     path = f"{folder}/last"
     fsshard.save(path, model, optimizer)
     ema = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    unknown: Any = model
+    unknown = model
     scaler, rates = torch.amp.GradScaler("cpu"), ExponentialLR(optimizer, 0.9)
     places = {
         "got a int; pass it by name: step=3": (3,),
@@ -208,7 +208,7 @@ def job_extra_state(folder: str) -> list[float]:
     fsshard.save(f"{folder}/last", model, optimizer)
     other, _ = trained(Growing(0))
     fsshard.load(f"{folder}/last", other)
-    history: Tensor = other.history
+    history = other.history
     return history.tolist()
 
 
@@ -341,7 +341,7 @@ class Stuck:
 
 
 def test_leaving_waits_for_a_save_no_longer_than_its_limit() -> None:
-    job: Any = Stuck()
+    job = Stuck()
     handle = saving.SaveHandle(job)
     handle._start()
     with pytest.raises(CheckpointError, match=r"save\('ckpt/last'\) has not moved for 0\.05 s, 25% written; it was"):
@@ -353,7 +353,7 @@ def test_leaving_waits_for_a_save_no_longer_than_its_limit() -> None:
 
 
 def end_with_a_stuck_save() -> None:
-    job: Any = Stuck()
+    job = Stuck()
     saving.SaveHandle(job)._start()
 
 
@@ -370,7 +370,7 @@ def test_a_process_ends_with_a_save_that_is_stuck() -> None:
 
 
 def schedulers(optimizer: fsshard.ShardedOptimizer, how: str) -> Any:
-    both: list[LRScheduler] = [StepLR(optimizer, 2), ExponentialLR(optimizer, 0.5)]
+    both = [StepLR(optimizer, 2), ExponentialLR(optimizer, 0.5)]
     return both if how == "list" else dict(zip(("body", "head"), both, strict=True))
 
 
@@ -445,7 +445,7 @@ def job_epochs(path: str, stop: int, steps: int) -> list[float]:
     sampler = Resumable(SAMPLES)
     if not stop:
         fsshard.load(path, model, optimizer, data=sampler)
-    losses: list[float] = []
+    losses = []
     while len(losses) < steps:
         for (x,) in DataLoader(data, batch_size=EACH, sampler=sampler):
             loss = model(x).square().mean()
@@ -527,7 +527,7 @@ def observed() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).train()
     module.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    prepared: nn.Module = quantization.prepare_qat(module)  # type: ignore[no-untyped-call]
+    prepared = quantization.prepare_qat(module)  # type: ignore[no-untyped-call]
     return prepared
 
 
@@ -579,7 +579,7 @@ def job_by_rule(folder: str, settings: dict[str, Any]) -> tuple[dict[str, str], 
     model = fsshard.wrap(net(), **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.1)
     step(model, optimizer)
-    told: list[int] = []
+    told = []
     rows = parts.told_by
 
     def counted(*given: Any, **options: Any) -> Any:

@@ -39,7 +39,7 @@ class NoRanks:
 
 
 def test_nothing_is_tried_on_ranks_that_do_not_start() -> None:
-    pool: Any = NoRanks()
+    pool = NoRanks()
     (found,) = doctor._on_ranks(pool, "cpu", timeout=1)
     assert pool.tries == 1 and found.status == "fails" and found.needed and "did not start" in found.text
 
@@ -118,7 +118,7 @@ def test_constants_are_measured_and_written(ranks: Any, tmp_path: Any, monkeypat
     file = tmp_path / "machine.json"
     monkeypatch.setattr(doctor, "measured_machine", partial(machine_of, None))  # what measures has tests of its own
     monkeypatch.setattr(doctor, "RankPool", lambda device: contextlib.nullcontext(ranks))
-    seen: list[float] = []
+    seen = []
     run = ranks.run
     monkeypatch.setattr(ranks, "run", lambda *given, timeout: seen.append(timeout) or run(*given, timeout=timeout))
     assert cli.main(["doctor", "--measure", str(file), "--timeout", "200"]) == 0

@@ -60,7 +60,7 @@ def _numbers(rank: int, world_size: int, number: int) -> Tensor:
 
 
 def _square(model: Any, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).square().mean()
+    loss = model(batch).square().mean()
     return loss
 
 

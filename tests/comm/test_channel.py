@@ -69,7 +69,7 @@ ODD = ["", "ä\udc80\u2028", float("inf"), 2**70, -0.0, [], {}, None, True]
 
 def job_gather() -> Any:
     channel, rank = met(), dist.get_rank()
-    never: Any = dict.fromkeys(("dumps", "loads", "Unpickler"), mock.Mock(side_effect=AssertionError("pickle")))
+    never = dict.fromkeys(("dumps", "loads", "Unpickler"), mock.Mock(side_effect=AssertionError("pickle")))
     with mock.patch.multiple(pickle, **never), torch.device("meta"), torch.inference_mode():  # the user's own settings
         found = [channel.gather(ODD), channel.gather("x" * (rank * 300_000)), channel.gather({"rank": rank})]
     assert found[0] == [ODD] * 3 and [len(text) for text in found[1]] == [0, 300_000, 600_000]
@@ -189,7 +189,7 @@ def job_absent(late: bool) -> Any:
 
 def place_of(channel: Channel, number: int) -> str:
     """Prefix of the keys of a meeting of the channel's group."""
-    group: Any = channel._group()
+    group = channel._group()
     return f"meet/{group.group_name}.1/{number}"
 
 

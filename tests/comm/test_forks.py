@@ -46,8 +46,8 @@ def job_forks(backend: str, folder: str) -> dict[str, str]:
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     loss = model(torch.ones(2, 4)).sum()
     loss.backward()
-    group: Any = dist.group.WORLD
-    works: dict[str, Callable[[], Any]] = {
+    group = dist.group.WORLD
+    works = {
         "forward": lambda: model(torch.ones(2, 4)).sum(),
         "evaluation mode": lambda: model.eval()(torch.ones(2, 4)).sum().backward(),
         "evaluation": lambda: evaluated(model),
@@ -74,7 +74,7 @@ def own_group() -> list[int]:
     """A group of the child's own is nobody else's."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
     return per_rank(group, 7)
 
 

@@ -67,15 +67,15 @@ def meetings(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[int], 
     """Let ``size`` threads meet twice; return the keys that each asked for, and the notes that each was given."""
     monkeypatch.setattr(watchdog, "_ranks_of", lambda group: tuple(range(group.size())))
     store = dist.HashStore()
-    asked: Counter[int] = Counter()
-    notes: list[list[str]] = [[] for _ in range(size)]
+    asked = Counter()
+    notes = [[] for _ in range(size)]
 
     def one(rank: int) -> None:
         dog = object.__new__(watchdog.Watchdog)
         vars(dog).update(rank=rank, _size=size, waits=None, _lost_at=None)
         dog.store = PatientStore(CountingStore(store, asked, rank))  # type: ignore[arg-type]
         dog._meetings, dog._names = weakref.WeakKeyDictionary(), Counter()
-        group: Any = Group(rank, size)
+        group = Group(rank, size)
         for call in ("fsshard.save", "fsshard.load"):
             meeting = dog.meet(group, call, f"rank {rank} in {call}", 60.0)
             assert not meeting.missing and not meeting.late
@@ -106,8 +106,8 @@ def waiting(size: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[int], C
     """Let ``size`` threads wait for each other for good; return the keys and bytes of each, and what each raised."""
     monkeypatch.setattr(watchdog, "_ranks_of", lambda group: tuple(range(group.size())))
     store = dist.HashStore()
-    asked: Counter[int] = Counter()
-    read: Counter[int] = Counter()
+    asked = Counter()
+    read = Counter()
     dogs = []
     for rank in range(size):
         dog = object.__new__(watchdog.Watchdog)
@@ -187,7 +187,7 @@ def test_ranks_as_ranges(ranks: tuple[int, ...]) -> None:
 
 def job_calls(folder: str) -> dict[str, int]:
     """How many keys of the store this rank touches in each call; looks that are repeated count once."""
-    keys: set[str] = set()
+    keys = set()
     counts = {}
 
     def noted(name: str) -> Any:

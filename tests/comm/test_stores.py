@@ -72,7 +72,7 @@ def test_a_question_without_an_answer_raises_in_time_and_the_next_at_once() -> N
 
 
 def test_a_process_that_stood_still_meanwhile_gets_its_answer() -> None:
-    waits: list[float] = []
+    waits = []
 
     class Resumed(threading.Event):
         """A job is suspended during the first wait, which is over when it goes on; the answer is there soon after."""
@@ -93,7 +93,7 @@ def test_an_error_of_the_store_is_the_askers() -> None:
 
 
 def job_own_store() -> Any:
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
     first, second = own_store(group), own_store(group)
     rank = dist.get_rank()
     first.set(f"rank{rank}", "here")

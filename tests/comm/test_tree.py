@@ -39,7 +39,7 @@ class Term:
 
 @pytest.mark.parametrize("size", BY_HAND)
 def test_the_order_is_the_written_one(size: int) -> None:
-    terms: Any = [Term(str(rank)) for rank in range(size)]
+    terms = [Term(str(rank)) for rank in range(size)]
     assert tree.add_up(terms).text == BY_HAND[size]
 
 

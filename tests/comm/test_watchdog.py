@@ -343,7 +343,7 @@ def job_three() -> str:
 def job_old_wait() -> str:
     """Rank 0 loses rank 1, and goes on; then rank 1 loses rank 0."""
     watchdog.join()
-    watch: Any = watchdog.Watchdog.of_job()
+    watch = watchdog.Watchdog.of_job()
     with mock.patch.object(watchdog, "LAST_WORDS", 0.1):
         if dist.get_rank() == 0:
             told = watch.missing("the first", (0, 1), 1.0)

@@ -146,13 +146,13 @@ def fit(job: Fit) -> Outcome:
     """Train. Collective, but for ``"plain"``."""
     plain = job.backend == "plain"
     rank, world = (0, 1) if plain else (dist.get_rank(), dist.get_world_size())
-    network: Any = model() if plain else fsshard.wrap(model(), backend=job.backend)
-    optimizer: Any = (
+    network = model() if plain else fsshard.wrap(model(), backend=job.backend)
+    optimizer = (
         job.optimizer(network.parameters(), lr=8e-3)  # type: ignore[call-arg]
         if plain
         else fsshard.build_optimizer(network, job.optimizer, lr=8e-3)
     )
-    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     if job.plateau:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
     trainer = recording(neuralop.Trainer if plain else Trainer)(
@@ -190,10 +190,10 @@ def fits(jobs: list[Fit]) -> list[Outcome]:
 def refused(folder: str) -> dict[str, str]:
     """Map each thing that is refused to the error's type and text."""
     network = fsshard.wrap(model(), backend="ddp")
-    own: Any = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
-    other: Any = torch.optim.AdamW(model().parameters())
-    patched: Any = type("Processor", (), {"patcher": type("Patcher", (), {"use_distributed": True})()})()
-    growing: Any = IncrementalFNOTrainer
+    own = fsshard.build_optimizer(network, torch.optim.AdamW, lr=1e-3)
+    other = torch.optim.AdamW(model().parameters())
+    patched = type("Processor", (), {"patcher": type("Patcher", (), {"use_distributed": True})()})()
+    growing = IncrementalFNOTrainer
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = DataLoader(Pairs(N_TRAIN + BATCH * rank, 0), batch_size=BATCH)
     divided = loader(N_TRAIN, 0, BATCH, rank, world, divided=True)
@@ -222,9 +222,6 @@ def refused(folder: str) -> dict[str, str]:
     )
 
 
-# ------------------------------------------------------------------------------------------ modes that grow, patches
-
-
 RULES: dict[str, dict[str, Any]] = {
     "gap": {"incremental_loss_gap": True, "incremental_loss_eps": 1e3},
     "grad": {
@@ -243,17 +240,17 @@ def special(backend: str, what: str) -> tuple[list[tuple[float, float]], dict[st
     torch.manual_seed(0)
     channels = 2 if what == "patches" else 1
     bare = FNO(n_modes=(4, 4), max_n_modes=(8, 8), in_channels=channels, out_channels=1, hidden_channels=4, n_layers=2)
-    network: Any = bare if plain else fsshard.wrap(bare, backend=backend)
-    build: Any = fsshard.build_optimizer
+    network = bare if plain else fsshard.wrap(bare, backend=backend)
+    build = fsshard.build_optimizer
     optimizer = torch.optim.SGD(bare.parameters(), lr=1e-3) if plain else build(network, torch.optim.SGD, lr=1e-3)
-    given: dict[str, Any] = {"model": network, "n_epochs": 3, **({"device": "cpu"} if plain else {})}
-    kind: Any = neuralop.Trainer if plain else Trainer
+    given = {"model": network, "n_epochs": 3, **({"device": "cpu"} if plain else {})}
+    kind = neuralop.Trainer if plain else Trainer
     if what == "patches":
         given["data_processor"] = MGPatchingDataProcessor(network, 1, 0.25, True)
     else:
         kind = TheirIncremental if plain else IncrementalFNOTrainer
         given |= RULES[what]
-    scheduler: Any = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         trainer = recording(kind)(**given)

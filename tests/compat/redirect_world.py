@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ class World:
         parts = [self.folder / "front"]
         parts += [self.folder / "light"] if light else []
         parts += [self.folder / "library"] if library else []
-        variables: Mapping[str, str] = {
+        variables = {
             **{name: value for name, value in os.environ.items() if name not in ("RANK", "SLURM_PROCID")},
             "PYTHONPATH": os.pathsep.join(map(str, parts)),
             "OMP_NUM_THREADS": "1",

@@ -276,7 +276,7 @@ def step_fsdp(sharded: Any, optimizer: Any, gradients: dict[str, Tensor]) -> Non
 
 
 def per_rank(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
+    values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
@@ -456,7 +456,7 @@ def job_names() -> dict[str, str]:
     run(model, [optimizer], 0)
     shared = fsshard.wrap(build(Text), backend="ddp")
     state, others = old.fsdp_optimizer_state(optimizer, old.fsdp_names(model, ["block"])), ["block", "last"]
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "fsdp_names(model, units)": lambda: old.load_optimizer_state(optimizer, state),
         "parameters of each wrapped module: expected [2, 4, 2], got [4, 4]": lambda: old.load_optimizer_state(
             optimizer, state, names=old.fsdp_names(model, others)

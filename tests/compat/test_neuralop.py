@@ -9,7 +9,6 @@ import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -198,7 +197,7 @@ def test_neuralop_itself_takes_the_checkpoint(saved: tuple[Path, Outcome]) -> No
 
 
 def test_the_best_value_survives_a_resume(ranks: RankPool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save_best": "pairs_l2", "save_dir": str(tmp_path)}
+    options = {"save_best": "pairs_l2", "save_dir": str(tmp_path)}
     outcome = ranks.run(fit, 2, Fit("fsdp2", epochs=1, train=options))[0]
     manifest = torch.load(tmp_path / "manifest.pt", weights_only=True)
     assert manifest["best_value"] == outcome.best == outcome.evaluations[0]["pairs_l2"]

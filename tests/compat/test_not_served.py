@@ -108,8 +108,8 @@ def test_names_in_the_advice_exist_and_the_lines_are_calls_that_fit(name: str) -
     advice, lines = BY_NAME[name]
     assert all(look_up(each) is not None for each in re.findall(r"\b(?:torch|fsshard)(?:\.\w+)+", f"{advice}\n{lines}"))
     tree = ast.parse(lines)
-    known: dict[str, Any] = {"torch": importlib.import_module("torch")}
-    imports: Any = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    known = {"torch": importlib.import_module("torch")}
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     exec(compile(ast.Module(imports, []), name, "exec"), known)
     for call, function in calls(tree, known):
         starred = any(isinstance(argument, ast.Starred) for argument in call.args)
@@ -132,7 +132,7 @@ def test_all_that_is_served_has_lines_to_write() -> None:
             ((names, instead),) = steps([f"{module}.{name}"])
             assert names == [name]
             if instead.lines.startswith("from fsshard.compat"):
-                known: dict[str, Any] = {}
+                known = {}
                 exec(instead.lines, known)
                 assert known[name] is look_up(f"fsshard.compat.{module}.{name}")
 

@@ -228,7 +228,7 @@ class Doubled(nn.Module):
 def job_parametrize(backend: str) -> list[str]:
     torch.manual_seed(0)
     model = fsshard.wrap(nn.Sequential(ComplexAffine(), ToReal()), backend=backend)
-    module: Any = model.module[0]
+    module = model.module[0]
     if model.backend.facts.divides == "elements":
         with pytest.raises(ModelError) as caught:
             del module.w
@@ -438,8 +438,8 @@ class _Front(nn.Module):
 def test_a_module_turns_into_it_and_back_and_what_is_in_front_wins() -> None:
     assert [has_own_layout(kind) for kind in (First, Derived, Last, nn.Linear)] == [True, True, False, False]
     for kind in (First, Derived, Last):
-        module: Any = kind()
-        found: Any = class_in_front(_Front, kind, kind.__name__, {})
+        module = kind()
+        found = class_in_front(_Front, kind, kind.__name__, {})
         module.__class__ = found
         assert module.extra_repr() == "in front" and found.__mro__[1:3] == (_Front, kind)
         module.__class__ = kind

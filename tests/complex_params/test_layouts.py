@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsshard.complex_params.layouts import DTensorLayout, HandSplit, Layout, Shared
+from fsshard.complex_params.layouts import DTensorLayout, HandSplit, Shared
 
 SHAPE = (5, 4)  # five rows are no two equal parts
 
@@ -23,9 +23,9 @@ def whole(dtype: torch.dtype) -> Tensor:
 def job_round_trips(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     group, value = mesh.get_group(), whole(dtype)
-    cases: list[tuple[Layout, Tensor, int]] = []
+    cases = []
     for placed in (Shard(0), Shard(1), Replicate()):
-        held: Any = distribute_tensor(value, mesh, [placed])
+        held = distribute_tensor(value, mesh, [placed])
         layout = DTensorLayout(mesh, (placed,), held.shape, held.stride())
         cases.append((layout, held.to_local(), int(placed.is_shard())))
         assert torch.equal(layout.as_dtensor(held.to_local()).full_tensor(), value)  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def test_a_record_is_of_one_tensor_and_goes_with_it() -> None:
 @pytest.mark.parametrize("backend", ALL)
 @on_ranks(1)
 def test_nothing_is_written_on_the_users_parameters(backend: str) -> None:
-    module: Any = net()
+    module = net()
     users = list(module.parameters())
     fsshard.build_optimizer(fsshard.wrap(module, backend=backend), torch.optim.SGD, lr=0.1)
     marks = [name for parameter in users for name in vars(parameter) if name.startswith("_fsshard")]

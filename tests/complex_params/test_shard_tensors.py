@@ -52,7 +52,7 @@ def trained(model: Any, optimizer: Any, idiom: Idiom) -> dict[str, Tensor]:
                 idiom(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    state: dict[str, Tensor] = model.state_dict()
+    state = model.state_dict()
     return state
 
 
@@ -237,7 +237,7 @@ def fill_data(module: nn.Module) -> None:
 @pytest.mark.parametrize("fill", [initialise, fill_data])
 @on_ranks()
 def test_flat_parts_take_no_random_numbers(fill: Callable[[nn.Module], None]) -> None:
-    model: Any = fsshard.wrap(Layers(), backend="fsdp")
+    model = fsshard.wrap(Layers(), backend="fsdp")
     with refused("Initialise the model before fsshard.wrap, or within", ModelError):
         model.apply(fill)
     one = Layers()
@@ -304,7 +304,7 @@ def test_what_has_no_one_meaning_on_a_part_is_explained(idiom: str) -> None:
 
 @on_ranks()
 def test_the_whole_is_there_on_every_rank() -> None:
-    model: Any = fsshard.wrap(Layers(), backend="fsdp2")
+    model = fsshard.wrap(Layers(), backend="fsdp2")
     one = Layers()
     x = torch.ones(2, 4)
     with refused("take value.full_tensor() and compute with that", ModelError):
@@ -339,7 +339,7 @@ def test_state_that_a_user_makes_of_shards_is_stepped() -> None:
     results = []
     for backend in ("none", "fsdp2"):
         model = Layers() if backend == "none" else fsshard.wrap(Layers(), backend=backend)
-        optimizer: Any = (
+        optimizer = (
             torch.optim.AdamW(model.parameters(), lr=0.1)
             if backend == "none"
             else fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.1)  # type: ignore[arg-type]

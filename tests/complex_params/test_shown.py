@@ -131,10 +131,10 @@ def job_outside(backend: str) -> dict[str, Any]:
     named = list(module.named_parameters())
     groups = [{"params": [p for n, p in named if "w" in n]}, {"params": [p for n, p in named if "w" not in n]}]
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, groups, lr=0.0)
-    found: dict[str, Any] = {"types": [(n, p.dtype, p.shape) for n, p in named]}
+    found = {"types": [(n, p.dtype, p.shape) for n, p in named]}
     found["keys"] = are_one_key(model) and bool((named[0][1] == named[0][1].detach()).all())
     found["types"] = found["types"] == [(n, p.dtype, p.shape) for n, p in bare.named_parameters()]
-    calls: list[Tensor] = []
+    calls = []
     handle = module.first.w.register_hook(calls.append)
     for step in range(2):  # a hook stays, as on a bare parameter
         optimizer.zero_grad()
@@ -242,7 +242,7 @@ class Keeps(nn.Module):
 
 def job_as_by_hand(build: Callable[[], nn.Module], backend: str, compiled: bool) -> bool:
     losses, bare = by_hand(build, dist.get_world_size(), 3)
-    compiling: Any = {"compile": {"backend": "aot_eager"}} if compiled else {}
+    compiling = {"compile": {"backend": "aot_eager"}} if compiled else {}
     model = fsshard.wrap(build(), backend=backend, auto_wrap_policy=None, **compiling)
     return ours(model, 3) == losses[dist.get_rank()] and same(model, bare)
 
@@ -277,7 +277,7 @@ def test_reset_parameters_goes_through_the_users_parameters(ranks: Any) -> None:
 def job_frozen_by_name(backend: str) -> bool:
     """After two steps a complex parameter is frozen through what the model shows, and unfrozen after two more."""
     bare, model = Two(), fsshard.wrap(Two(), backend=backend, auto_wrap_policy=None)
-    optimizer: Any = torch.optim.Adam(bare.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(bare.parameters(), lr=1e-2)
     adam, losses = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2), []
     held = [dict(each.named_parameters())["first.w"] for each in (bare, model)]
     for start in (0, 2, 4):
@@ -310,7 +310,7 @@ def job_at_rest(backend: str) -> list[Any]:
     model = fsshard.wrap(module, backend=backend, auto_wrap_policy=None)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     loss_of(model, 0, 0).backward()
-    found: list[Any] = [[name for name, _ in module.named_parameters()]]
+    found = [[name for name, _ in module.named_parameters()]]
     if backend == "fsdp2":
         found.append([str(p.dtype) for p in module.first.parameters()])
         found.append(all(p.grad is not None and p.grad.dtype == p.dtype for p in module.parameters()))

@@ -115,9 +115,6 @@ def test_what_torch_jit_has_compiled_is_left_alone_or_refused() -> None:
         tensorfy(nn.Sequential(scripted))
 
 
-# ------------------------------------------------------------------------------------------------ DTensors
-
-
 class Net(nn.Module):
     """Two places of one DTensor, a complex one, a turned one, one without dimensions, and a plain parameter."""
 

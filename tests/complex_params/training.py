@@ -16,7 +16,7 @@ from tests.zoo import ZOO
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by the user's names, in the user's view."""
-    found: dict[str, Tensor | None] = {}
+    found = {}
     for slot in parameter_slots(model):
         gradient = slot.parameter.grad
         found[slot.name] = None if gradient is None else slot.kind.to_user(gradient)
@@ -27,7 +27,7 @@ def train(model: nn.Module, name: str, steps: int = 3) -> list[dict[str, Any]]:
     """Adam on ``model.parameters()``; everything each step computed."""
     case = ZOO[name]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    trace: list[dict[str, Any]] = []
+    trace = []
     for step in range(steps):
         output = call(model, case.batch(0, step))
         loss = case.loss(output)

@@ -328,7 +328,7 @@ def published() -> dict[str, bytes]:
 
 
 def test_it_is_fetched_once(published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+    calls = []
     monkeypatch.setattr(subprocess, "run", pip(calls, published))
     folder = darcy.official_files()
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == published

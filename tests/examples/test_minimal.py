@@ -156,7 +156,7 @@ def test_tfno(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
 def job_fairscale() -> tuple[list[float], ...]:
     """The old script on what ``python -m fsshard.compat`` serves; the new one under two engines."""
     text = (FOLDER / "fairscale_before.py").read_text(encoding="utf-8")
-    names: dict[str, Any] = {"__name__": "script"}
+    names = {"__name__": "script"}
     exec(text.replace("from fairscale.", "from fsshard.compat.fairscale."), names)
     ctx = fsshard.init()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -188,7 +188,7 @@ def test_mixed_precision(ranks: RankPool) -> None:
 def job_resume(folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     def run(name: str, epochs: int, backend: str = "fsdp2") -> tuple[list[float], dict[str, Tensor]]:
         arguments = ["--folder", f"{folder}/{name}", "--epochs", str(epochs), "--backend", backend]
-        returned: tuple[list[float], dict[str, Tensor]] = trained("checkpoint_resume.py", *arguments)[0]
+        returned = trained("checkpoint_resume.py", *arguments)[0]
         return returned
 
     def set_epoch(sampler: Any, epoch: int) -> None:
@@ -237,7 +237,7 @@ def test_a_gan_goes_on_under_another_engine(ranks: RankPool, tmp_path: Path) -> 
 def serial(name: str, batch: Callable[[dict[str, Any], int], tuple[Tensor, Tensor]], steps: int, clip: float) -> Any:
     """The same in plain torch, on one process with the batches of all ranks: losses, norms, weights."""
     code = runpy.run_path(str(FOLDER / name))
-    model: nn.Module = code["build_model"]()
+    model = code["build_model"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,8 +64,8 @@ def test_nerscs_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_has_the_same_windows_on_any_number_of_data_ranks(ranks: int) -> None:
-    numbers: Any = list(range(16))
-    options: dict[str, Any] = {"workers": 0, "prefetch": 2, "pin": False}
+    numbers = list(range(16))
+    options = {"workers": 0, "prefetch": 2, "pin": False}
     whole = make_loader(numbers, batch=8, place=(0, 1), shuffle=3, **options)
     parts = [make_loader(numbers, batch=8 // ranks, place=(r, ranks), shuffle=3, **options) for r in range(ranks)]
     steps = list(zip(*parts, strict=True))

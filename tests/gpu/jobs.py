@@ -35,7 +35,7 @@ class Spectral(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear((x.to(torch.complex64) @ self.weight).real)
+        out = self.linear((x.to(torch.complex64) @ self.weight).real)
         return out
 
 
@@ -81,7 +81,7 @@ def native() -> dict[str, Tensor]:
 def where() -> dict[str, Any]:
     """Return what the group and the model say of this rank's device."""
     model = fsshard.wrap(net(), backend="fsdp2")
-    bound: Any = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
+    bound = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
     return {
         "bound": str(bound),
         "current": torch.cuda.current_device(),
@@ -175,7 +175,7 @@ def overlap(backend: str) -> tuple[float, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    spans = {True: [], False: []}
     for event in profile.events():
         if event.device_type is DeviceType.CUDA:
             spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -52,7 +51,7 @@ class OnGpu(TorchFunctionMode):
         if func not in _device_constructors() or settings.get("device") is not None or not _asked_by_tests():
             return func(*args, **settings)
         trained = settings.pop("requires_grad", False)
-        made: Tensor = func(*args, **settings).cuda()
+        made = func(*args, **settings).cuda()
         return made.requires_grad_(trained) if trained else made
 
 

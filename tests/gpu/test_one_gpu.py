@@ -52,7 +52,7 @@ def test_an_asynchronous_save_has_the_weights_of_its_call(gpus: RankPool, tmp_pa
 @pytest.mark.parametrize("backend", SHARDED)
 def test_offloaded_shards_train_as_the_others(gpus: RankPool, backend: str) -> None:
     """The step is the CPU's, which may round a product and a sum at once where the GPU does not."""
-    settings: dict[str, Any] = {"sgd": True, "backend": backend}
+    settings = {"sgd": True, "backend": backend}
     (usual,), (ours,) = gpus.run(jobs.train, 1, **settings), gpus.run(jobs.train, 1, cpu_offload=True, **settings)
     torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-6)
 

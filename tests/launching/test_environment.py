@@ -49,7 +49,7 @@ def slurm(**changes: str) -> Any:
 
 
 def test_local_numbers_that_a_script_leaves_out() -> None:
-    place: Any = torchrun_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"})
+    place = torchrun_rank({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"})
     if not torch.cuda.is_available():
         assert (place.local_rank, place.local_world_size) == (1, 4)
     values = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "9"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from fsshard.patches import END_OF_PROCESS, Patch
 def test_a_finished_script_destroys_the_group_that_it_made(bare: pytest.MonkeyPatch, failed: bool) -> None:
     bare.setattr(leaving, "_failed", False)
     bare.setattr(sys, "excepthook", lambda *_: None)
-    at_exit: list[Callable[[], None]] = []
+    at_exit = []
     bare.setattr(atexit, "register", at_exit.append)
     bare.setattr(leaving, "END_OF_PROCESS", Patch(END_OF_PROCESS._put))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

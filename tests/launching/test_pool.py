@@ -381,7 +381,7 @@ def test_what_is_refused(ranks: RankPool, monkeypatch: pytest.MonkeyPatch, text:
 
 
 def test_ranks_tell_the_caller_while_they_work(ranks: RankPool) -> None:
-    told: list[tuple[int, Any]] = []
+    told = []
     results = ranks.run(tells_three_times, 2, "step", on_message=lambda rank, value: told.append((rank, value)))
     assert results == [0, 1]
     for rank in (0, 1):
@@ -545,7 +545,7 @@ def test_the_ranks_that_were_waited_for_are_told_too(own_pool: RankPool) -> None
 def rank_zero_gives_up() -> str:
     """Rank 1 keeps its connections, and comes never."""
     watchdog.join()
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD
     if dist.get_rank() == 0:
         work = dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1), async_op=True)
         with pytest.raises(RankMismatch) as caught:
@@ -607,7 +607,7 @@ def job_on_a_mesh(size: int, before: int) -> float:
     for _ in range(before):
         dist.new_group()  # so that the mesh's groups have other names than in another world
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tp"))["tp"]
-    held: Any = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    held = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
     assert held.detach().device_mesh.get_group().size() == 2
     return float((held * 2).sum().full_tensor())
 

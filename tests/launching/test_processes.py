@@ -185,7 +185,7 @@ def test_sigterm_reaches_the_ranks_which_save_and_leave(bare: pytest.MonkeyPatch
 
 def test_a_rank_that_stays_beyond_the_grace_is_killed(bare: pytest.MonkeyPatch) -> None:
     bare.setattr(processes, "GRACE_SECONDS", 0.3)
-    heard: list[int] = []
+    heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         with pytest.raises(RankFailed, match=r"rank 0 failed with SIGKILL: it had not ended 0 s \(grace=\)"):
@@ -236,8 +236,8 @@ if __name__ == "__main__":
 def test_no_rank_outlives_the_parent(number: signal.Signals, bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here ranks are spawned as a user's are: so they have one thread each, too."""
     bare.delenv("OMP_NUM_THREADS", raising=False)
-    command: Any = [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)]
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    command = [sys.executable, script(tmp_path, INTERRUPTED_SCRIPT)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     parent = subprocess.Popen(command, env=environment(), **pipes)
     try:
         assert parent.stdout is not None
@@ -362,7 +362,7 @@ def test_under_slurm(tmp_path: Path) -> None:
     tasks = []
     for rank in ("0", "1"):
         mine = environment(SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_STEP_NODELIST="localhost", **variables)
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         tasks.append(subprocess.Popen([sys.executable, path, "works"], env=mine, **pipes))
     for rank, task in enumerate(tasks):
         out, err = task.communicate(timeout=PATIENCE)

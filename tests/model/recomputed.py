@@ -117,7 +117,7 @@ def train(backend: str, steps: int = 3, **settings: Any) -> dict[str, Any]:
     names = list(module.state_dict())
     model = fsshard.wrap(module, backend=backend, **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
-    trace: dict[str, Any] = {"losses": [], "gradients": [], "calls": []}
+    trace = {"losses": [], "gradients": [], "calls": []}
     for step in range(steps):
         torch.manual_seed(100 * step + dist.get_rank())
         loss = model(batch(step)).square().mean()

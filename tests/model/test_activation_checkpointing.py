@@ -136,7 +136,7 @@ def job_saved_bytes(backend: str, choice: Any) -> int:
     """Bytes of activations that one forward keeps for the backward pass, told by their number of rows."""
     net = fsshard.wrap(stack(), backend=backend, auto_wrap_policy={HardBlock}, activation_checkpointing=choice)
     fsshard.build_optimizer(net, torch.optim.SGD, lr=0.1)
-    kept: dict[int, int] = {}
+    kept = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if 64 in tensor.shape:
@@ -226,7 +226,7 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
         net.config.use_cache = net.decoder.config.use_cache = True
         return net
 
-    said: list[str] = []
+    said = []
     traces = []
     with mock.patch.object(logging.getLogger("fsshard"), "warning", lambda text, *_: said.append(text)):
         for choice in (None, True):

@@ -54,7 +54,7 @@ class Words(nn.Module):
         self.embed, self.head = kind(6, 4, **settings), nn.Linear(4, 2)
 
     def forward(self, words: Tensor) -> Tensor:
-        found: Tensor = self.head(self.embed(words))
+        found = self.head(self.embed(words))
         return found
 
 
@@ -79,7 +79,7 @@ def job_max_norm(kind: type[nn.Module]) -> list[Any]:
             bare.embed.weight.renorm_(2.0, 0, 0.5)
 
     steps(bare, torch.optim.SGD(bare.parameters(), lr=0.5), average)
-    found: list[Any] = [bare.state_dict()]
+    found = [bare.state_dict()]
     for backend in DISTRIBUTED:
         with pytest.raises(ModelError, match=r"'embed\.weight' belongs to an nn\.Embedding") as raised:
             fsshard.wrap(Words(kind, max_norm=0.5), backend=backend)

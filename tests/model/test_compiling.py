@@ -78,7 +78,7 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[int]]:
     traces, graphs = [], []
     for asked in (None, choice):
         counter = CompileCounterWithBackend("aot_eager")
-        how: dict[str, Any] = {"activation_checkpointing": asked, "compile": {"backend": counter}}
+        how = {"activation_checkpointing": asked, "compile": {"backend": counter}}
         traces.append(stacks.train(backend, steps=2, auto_wrap_policy={stacks.Inner}, **how))
         del traces[-1]["calls"]
         graphs.append(counter.frame_count)
@@ -214,7 +214,7 @@ UNITS: dict[str, Any] = {"auto_wrap_policy": {"Spectral"}}
 
 
 def whole(how: Any) -> nn.Module:
-    compiled: nn.Module = torch.compile(net(), backend=how)  # type: ignore[assignment]
+    compiled = torch.compile(net(), backend=how)  # type: ignore[assignment]
     return compiled
 
 

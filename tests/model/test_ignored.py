@@ -63,7 +63,7 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.randn(outputs, 2) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
+        weight = self.weight
         return x @ (weight.numbers.float() * weight.scale).T + x @ self.a.T @ self.b.T
 
 

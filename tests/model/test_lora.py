@@ -57,7 +57,7 @@ def operator(factorization: str | None) -> nn.Module:
     from neuralop.models import TFNO
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
+    sizes = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
     inner = TFNO(**sizes, factorization=factorization, rank=0.5, n_layers=1, implementation="reconstructed")
     fsshard.lora(inner, rank=2, target=r"convs\..*weight")
     return Images(inner)
@@ -215,7 +215,7 @@ def test_the_scale_is_alpha_by_rank(dtype: torch.dtype, alpha: float | None, sca
     x = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     model = fsshard.lora(nn.Sequential(nn.Linear(4, 4, dtype=dtype)), rank=3, target="weight", alpha=alpha)
     want = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
-    kept: Any = model.get_submodule("0.weight_lora")
+    kept = model.get_submodule("0.weight_lora")
     with torch.no_grad():
         kept.lora_B.normal_()
         want[0].weight.copy_(kept.base)
@@ -223,7 +223,7 @@ def test_the_scale_is_alpha_by_rank(dtype: torch.dtype, alpha: float | None, sca
     torch.nn.utils.parametrize.register_parametrization(want[0], "weight", Added(kept, scale))
     model(x).sum().backward()
     want(x).sum().backward()
-    added: Any = want.get_submodule("0.parametrizations.weight.0")
+    added = want.get_submodule("0.parametrizations.weight.0")
     assert torch.equal(kept.lora_A.grad, added.a.grad) and torch.equal(kept.lora_B.grad, added.b.grad)
     cast = copy.deepcopy(model).to(torch.bfloat16).to(dtype)
     other = fsshard.lora(nn.Sequential(nn.Linear(4, 4, dtype=dtype)), rank=3, target="weight", alpha=5)
@@ -275,11 +275,11 @@ def test_a_weight_with_an_adapter_is_not_assigned() -> None:
 
 def job_second_derivative() -> str:
     """FSDP1's passes of derivatives through units of two flat parameters."""
-    want: list[Tensor] = []
+    want = []
     for engine in (None, *ENGINES):
         inner = net()
         inner.eval()
-        model: Any = inner if engine is None else fsshard.wrap(inner, **engine)
+        model = inner if engine is None else fsshard.wrap(inner, **engine)
         optimizer = adam(model)
         x = batch(0).requires_grad_()
         output = model(x)

@@ -55,7 +55,7 @@ def convolutions(dims: int) -> nn.Module:
     conv, memory = (
         (nn.Conv2d, torch.channels_last) if dims == 2 else (nn.Conv3d, torch.channels_last_3d)  # type: ignore[attr-defined]
     )
-    made: Any = nn.Sequential(
+    made = nn.Sequential(
         conv(2, 5, 3, padding=1), nn.ReLU(), conv(5, 4, 1), nn.ReLU(), conv(4, 4, 3, padding=1, groups=2), conv(4, 1, 2)
     )
     return made.to(memory_format=memory)  # type: ignore[no-any-return]
@@ -146,7 +146,7 @@ def held(model: Any, optimizer: Any, known: nn.Module) -> dict[str, Any]:
 
 def job_table(backend: str, folder: str, ranks: int) -> list[str]:
     """Layout by layout: what differs from the bare model, after steps and after a way through a file."""
-    found: list[str] = []
+    found = []
     for layout in LAYOUTS:
         model, optimizer = wrapped(layout, backend)
         ways = {"fresh": (dict(made(layout).state_dict()), dict(model.state_dict()))}

@@ -25,7 +25,7 @@ CASES = ("tied", "buffered", "tfno_tucker", "zero_dim", "t5", "conv_batchnorm", 
 
 def on_meta(case: str) -> nn.Module:
     with torch.device("meta"):
-        module: nn.Module = zoo()[case].build()
+        module = zoo()[case].build()
     return module
 
 
@@ -168,7 +168,7 @@ def job_left_alone(backend: str, what: str, folder: str) -> list[str]:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(4, 4), Table())
     model = fsshard.wrap(module, backend=backend, param_init_fn=LEFT_ALONE[what][0]).eval()
-    told: list[str] = []
+    told = []
     for read in (lambda: model(torch.ones(2, 4)), model.state_dict, lambda: next(iter(whole(model)))):
         try:
             read()
@@ -300,7 +300,7 @@ def transformer() -> Any:
 def job_transformer(backend: str, init: bool) -> tuple[str, list[str]]:
     def losses(model: Any) -> list[Any]:
         optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-        found: list[Any] = []
+        found = []
         for step in range(2):
             tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             torch.manual_seed(step)  # dropout

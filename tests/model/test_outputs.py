@@ -87,7 +87,7 @@ def losses(where: str, in_place: bool, model: Any, steps: int) -> Iterator[Tenso
 
 
 def job_train(backend: str, where: str, in_place: bool, recompute: bool) -> tuple[dict[str, Any], list[str]]:
-    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings = {"merge_below": 0} if backend == "fsdp2" else {}
     units = None if where == "output of one unit" else {Fills if where == "given memory" else Block}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -117,7 +117,7 @@ def test_views_may_be_written_in_place(ranks: Any, backend: str, where: str) -> 
 
 
 def job_no_sync(backend: str) -> str:
-    settings: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    settings = {"merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(Net("output", True), backend=backend, auto_wrap_policy={Block}, **settings)
     _ = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
     with model.no_sync():
@@ -141,7 +141,7 @@ def job_raw(engine: str, in_place: bool) -> list[Tensor]:
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    network: Any = nn.Sequential(Block())
+    network = nn.Sequential(Block())
     if engine == "fsdp2":
         model = fully_shard(network)
     else:
@@ -159,7 +159,7 @@ def job_raw(engine: str, in_place: bool) -> list[Tensor]:
 
 
 def local(parameter: Any) -> Tensor:
-    found: Tensor = getattr(parameter, "_local_tensor", parameter).detach()
+    found = getattr(parameter, "_local_tensor", parameter).detach()
     return found
 
 

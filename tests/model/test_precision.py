@@ -72,7 +72,7 @@ def test_every_backend_computes_the_same(ranks: RankPool, case: str, precision: 
 )
 def test_with_recomputed_blocks(ranks: RankPool, case: str, blocks: Any) -> None:
     """Recomputed blocks, units or not, see parameters in the same dtype as before: to the last bit as without them."""
-    settings: dict[str, Any] = {"mixed_precision": "bf16"}
+    settings = {"mixed_precision": "bf16"}
     if case != "t5" and blocks is not True:
         settings["auto_wrap_policy"] = None
     runs = [Run(case, "ddp", 2, settings=settings)]
@@ -244,7 +244,7 @@ class Recurrent(nn.Module):
         self.embedding, self.rnn, self.last = nn.Embedding(20, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.last(self.rnn(self.embedding(tokens))[0])
+        out = self.last(self.rnn(self.embedding(tokens))[0])
         return out
 
 
@@ -268,7 +268,7 @@ def job_in_full_parameters(backend: str) -> list[Any]:
 
 def test_whole_parameters_are_computed_with_in_the_same_dtype(ranks: RankPool) -> None:
     """As in training, where a unit of the user's model is called within full_parameters(), as generate() does."""
-    first: list[Tensor] | None = None
+    first = None
     for backend in DISTRIBUTED:
         found = ranks.run(job_in_full_parameters, 2, backend)[1]
         first = first or found

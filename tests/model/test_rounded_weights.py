@@ -38,7 +38,7 @@ class Operator(nn.Module):
         x = self.lift(x)
         for block in self.blocks:
             x = x + block(x).real
-        result: Tensor = self.out(x)
+        result = self.out(x)
         return result
 
 
@@ -81,7 +81,7 @@ def by_hand(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for number in range(STEPS):
-        gradients: dict[str, list[Tensor]] = {}
+        gradients = {}
         for rank in range(ranks):
             near = {}
             for name, weight in model.named_parameters():
@@ -168,7 +168,7 @@ def test_half_the_bytes_are_sent(backend: str) -> None:
     with forking():
         sent = []
         for precision in (None, fsshard.Precision(send=torch.bfloat16)):
-            arguments: dict[str, Any] = {"batch": torch.ones(4, 64), "backend": backend, "world_size": 4}
+            arguments = {"batch": torch.ones(4, 64), "backend": backend, "world_size": 4}
             if backend == "fsdp2":
                 arguments["merge_below"] = 0
             model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -179,7 +179,7 @@ def test_half_the_bytes_are_sent(backend: str) -> None:
 
 
 def job_refused() -> None:
-    arguments: dict[str, Any] = {"mixed_precision": fsshard.Precision(send=torch.bfloat16)}
+    arguments = {"mixed_precision": fsshard.Precision(send=torch.bfloat16)}
     with pytest.raises(UnsupportedByBackend, match="use backend='fsdp2'; or Precision"):
         fsshard.wrap(operator(), backend="fsdp", **arguments)
     fsshard.wrap(operator(), backend="fsdp2", **arguments)

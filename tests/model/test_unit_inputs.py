@@ -45,13 +45,13 @@ class Shared(nn.Module):
         x = self.stem(x)
         found = x.cos()
         for reader in self.readers:
-            more: dict[str, Any] = {"one": {}, "number": {"scale": 0.7}, "two": {"other": x}}[self.how]
+            more = {"one": {}, "number": {"scale": 0.7}, "two": {"other": x}}[self.how]
             found = found + reader(x, **more)
         return found
 
 
 def job_sums(backend: str, how: str, marked: bool = True) -> dict[str, Any]:
-    units: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    units = {"merge_below": 0} if backend == "fsdp2" else {}
     with mock.patch.object(unit_inputs, "_through_node", (unit_inputs._through_node if marked else lambda *_: None)):
         model = fsshard.wrap(Shared(how), backend=backend, auto_wrap_policy={Reader}, **units)
         optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -75,7 +75,7 @@ def test_sums_have_one_order(ranks: Any, how: str) -> None:
 
 
 def job_in_place(backend: str, how: str) -> str:
-    units: dict[str, Any] = {"merge_below": 0} if backend == "fsdp2" else {}
+    units = {"merge_below": 0} if backend == "fsdp2" else {}
     model = fsshard.wrap(Shared(how, in_place=True), backend=backend, auto_wrap_policy={Reader}, **units)
     _ = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     with torch.no_grad():

@@ -221,7 +221,7 @@ class Bare(torch.optim.SGD):
 
 @on_ranks(1)
 def test_keywords_reach_the_optimizer_and_its_settings_come_back() -> None:
-    seen: list[int] = []
+    seen = []
     for cls, args, kwargs in ((Remembering, (0,), {"seen": seen}), (Bare, (), {})):
         weight = torch.tensor([1.0], requires_grad=True)
         optimizer = OSS([weight], cls, lr=0.1)
@@ -278,7 +278,7 @@ class Sparse(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, batch: Tensor) -> Tensor:
-        found: Tensor = self.layer(self.embedding((batch[:, 0].abs() * 7).long() % 20))
+        found = self.layer(self.embedding((batch[:, 0].abs() * 7).long() % 20))
         return found
 
 

@@ -15,7 +15,7 @@ def test_only_the_own_hooks_run() -> None:
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     inner = torch.optim.SGD([weight], lr=0.5)
-    ran: list[str] = []
+    ran = []
 
     def noted(name: str) -> Any:
         return lambda *_: ran.append(name)

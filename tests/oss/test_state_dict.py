@@ -41,9 +41,6 @@ STATEFUL = (
 )
 
 
-# ------------------------------------------------------------------------------------------------ resuming
-
-
 def begin(kind: str, name: str) -> Any:
     cls, settings = OPTIMIZERS[name]
     model = mlp()
@@ -69,7 +66,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    found: dict[str, Any] = torch.load(file, weights_only=True)
+    found = torch.load(file, weights_only=True)
     return found
 
 
@@ -147,9 +144,6 @@ def test_only_the_recipient_has_it(world_size: int, recipient: int) -> None:
     assert kind == "NotConsolidated" and "has only its own part" in text
     optimizer.consolidate_state_dict(recipient_rank=recipient)
     assert refusal(optimizer.state_dict) == (None if dist.get_rank() == recipient else (kind, text))
-
-
-# ------------------------------------------------------------------------------------------------ what does not fit
 
 
 @on_ranks()

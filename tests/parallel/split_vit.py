@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _with(function: Any, x: Tensor, group: Any) -> Tensor:
-    found: Tensor = x if group is None else function.apply(x, group)
+    found = x if group is None else function.apply(x, group)
     return found
 
 
@@ -118,7 +118,7 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        found: Tensor = self.head(x + (x * self.phase).real)
+        found = self.head(x + (x * self.phase).real)
         return found
 
 

@@ -41,7 +41,7 @@ def job_save(path: str, backend: str, shape: tuple[int, int, int]) -> dict[str, 
     model, optimizer, cp, rank = built(backend, shape)
     steps(model, optimizer, cp, rank, shape[0], range(2))
     fsshard.save(path, model, optimizer, steps=2)
-    saved: dict[str, Tensor] = model.state_dict()
+    saved = model.state_dict()
     return saved
 
 
@@ -112,7 +112,7 @@ def test_the_same_mesh_goes_on_to_the_bit(ranks: Any, tmp_path: Path) -> None:
 def job_uninterrupted(backend: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
     model, optimizer, cp, rank = built(backend, shape)
     steps(model, optimizer, cp, rank, shape[0], range(4))
-    state: dict[str, Tensor] = model.state_dict()
+    state = model.state_dict()
     return state
 
 
@@ -128,7 +128,7 @@ def job_side_by_side(path: str, parts: int, load: bool) -> dict[str, Tensor]:
         fsshard.load(path, model)
     else:
         fsshard.save(path, model)
-    state: dict[str, Tensor] = model.state_dict()
+    state = model.state_dict()
     return state
 
 

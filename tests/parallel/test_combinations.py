@@ -89,7 +89,7 @@ def job_two_models(path: str) -> dict[str, Tensor]:
     model = fsshard.wrap(in_parts(mesh["tp"]), backend="fsdp2", device_mesh=mesh["data"])
     trained(model, lambda step: batch(1, 10 * number + step))
     fsshard.save(f"{path}-{number}", model)
-    state: dict[str, Tensor] = model.state_dict()
+    state = model.state_dict()
     again = fsshard.wrap(in_parts(mesh["tp"]), backend="ddp", device_mesh=mesh["data"])
     fsshard.load(f"{path}-{number}", again)
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
@@ -109,7 +109,7 @@ def job_torchs_clipping(said: bool) -> float:
     )
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     model(batch(1, 0)).square().mean().backward()
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 

@@ -78,14 +78,14 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        found: Tensor = self.head(self.mixed(x))
+        found = self.head(self.mixed(x))
         return found
 
 
 def in_parts(mesh: Any) -> Net:
     """Attention and perceptrons by torch's own plans, the complex weight by hand."""
     net = Net()
-    plan: dict[str, Any] = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
+    plan = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel())
     plan |= {"proj": RowwiseParallel(), "down": RowwiseParallel()}
     for block in net.blocks:
         parallelize_module(block, mesh, plan)
@@ -101,7 +101,7 @@ def job_trains(backend: str, data_ranks: int, mixed: bool = False) -> dict[str, 
     mesh = init_device_mesh("cpu", (data_ranks, 2), mesh_dim_names=("data", "tp"))
     data = mesh["data"]
     bare = in_parts(mesh["tp"])
-    optimizer: Any = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)  # handed over live
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.05, momentum=0.9)  # handed over live
     model, stepped = fsshard.wrap(bare, optimizer, backend=backend, device_mesh=data, auto_wrap_policy={Block})
     losses, norms = [], []
     for step in range(4):
@@ -166,7 +166,7 @@ class Perceptron(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        found = self.down(torch.tanh(self.up(self.norm(x))))
         return found
 
 
@@ -210,7 +210,7 @@ class SimpleCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.second(torch.relu(self.first(x))))
-        found: Tensor = self.head(x.mean(dim=(-2, -1)))
+        found = self.head(x.mean(dim=(-2, -1)))
         return found
 
 

@@ -35,7 +35,7 @@ WHOLE = {
 def job_refused() -> None:
     """A mesh that splits the model is refused whole, and leaves the model as it was."""
     hybrid = {"backend": "fsdp2", "sharding_strategy": "HYBRID_SHARD"}  # which does not help
-    cases: list[Any] = [(("data", "tp"), {"backend": backend}) for backend in DISTRIBUTED]
+    cases = [(("data", "tp"), {"backend": backend}) for backend in DISTRIBUTED]
     for names, settings in [*cases, *((names, hybrid) for names in WHOLE)]:
         module = net()
         before = dict(module.named_parameters())
@@ -49,9 +49,6 @@ def job_refused() -> None:
 
 def test_a_mesh_that_splits_the_model_is_refused_whole(ranks: Any) -> None:
     ranks.run(job_refused, 2)
-
-
-# ------------------------------------------------------------------------------------------ the training
 
 
 def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tuple[float, dict[str, Any], Any]:
@@ -73,7 +70,7 @@ def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tupl
 
 def by_hand() -> tuple[dict[str, Any], Any]:
     """Four replicas, their gradients averaged by hand: nothing of ours but the model and its batches."""
-    model: nn.Module = net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(STEPS):
         optimizer.zero_grad()

@@ -91,7 +91,7 @@ def test_understood(ranks: Any) -> None:
 
 def job_not_named() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "cp", "tp"))
-    said: dict[object, Any] = {"norm": mesh["tp"]}
+    said = {"norm": mesh["tp"]}
     with pytest.raises(ConfigurationError, match=r"mesh \(data=1, cp=2, tp=2\): dimension 'cp' is not named"):
         fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
     torch.manual_seed(0)

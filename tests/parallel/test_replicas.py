@@ -23,7 +23,7 @@ class Net(nn.Module):
         self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.fc(self.norm(x))
+        found = self.fc(self.norm(x))
         return found
 
 

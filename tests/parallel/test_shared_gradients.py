@@ -37,7 +37,7 @@ def job_accumulated(backend: str, how: str) -> dict[str, Tensor]:
         model.clip_grad_norm_(0.5)
         scaler.step(optimizer)
         scaler.update()
-    state: dict[str, Tensor] = model.state_dict()
+    state = model.state_dict()
     return state
 
 
@@ -113,7 +113,7 @@ class Scale(nn.Module):
 
 def job_mean(reduce: str) -> list[float]:
     mesh = mesh_of(1, 2, 1)
-    said: Any = mesh["cp"] if reduce == "sum" else (mesh["cp"], reduce)
+    said = mesh["cp"] if reduce == "sum" else (mesh["cp"], reduce)
     model = fsshard.wrap(Scale(), backend="ddp", device_mesh=mesh["data"], replicated={".": said})
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1.0)
     for _ in range(2):  # two backward passes, which add up

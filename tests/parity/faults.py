@@ -160,7 +160,7 @@ class OneUnitOff(Off):
 
 def _sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
     dist.all_reduce(bucket.buffer())
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 

@@ -149,7 +149,7 @@ def probe() -> Probe:
     flat = x.flatten()
     real, numbers = flat[: 67 * 129].view(67, 129), torch.view_as_complex(flat[: 67 * 129 * 2].view(67, 129, 2))
     spectrum = torch.fft.rfft2(x[:5, :480].view(5, 24, 20))
-    convolved: list[Tensor] = []
+    convolved = []
     # Few channels, and as many as fill a vector of AVX-512: oneDNN's kernels for these are others.
     for image, weight in (
         (x[0, :2312].view(2, 4, 17, 17), x[1, :288].view(8, 4, 3, 3)),
@@ -238,7 +238,7 @@ Outcomes = Iterator[tuple[str, str]]
 
 def engines(pool: RankPool, threads: int, work: Work) -> Outcomes:
     """Compare every engine with ddp, number by number."""
-    sources: list[functools.partial[Recipe]] = [
+    sources = [
         *(functools.partial(threaded, threads, matrix.quiet_recipe_for, *row) for row in work.rows),
         *(functools.partial(threaded, threads, wide, optimizer) for optimizer in work.wide),
     ]
@@ -329,8 +329,8 @@ def run(setting: Setting, flags: frozenset[str], work: Work, usual: dict[int, Pr
 
 def run_all(work: Work, console: Console) -> list[Line]:
     """Every setting, one after the other."""
-    usual: dict[int, Probe] = {}
-    lines: list[Line] = []
+    usual = {}
+    lines = []
     for setting in SETTINGS:
         for line in run(setting, cpu_flags(), work, usual):
             console.print(row(line.cells), markup=False, soft_wrap=True)

@@ -199,7 +199,7 @@ def recipe_for(model: str, variant: str, optimizer: str) -> Recipe:
         MissingExtra: it needs a package that is not installed.
     """
     choice = OPTIMIZERS[optimizer]
-    base: Recipe = OWN[model]() if model in OWN else getattr(recipes, model)()
+    base = OWN[model]() if model in OWN else getattr(recipes, model)()
     recipe = replace(base, optimizer=choice.load(), hyper=choice.hyper, name=f"{model}-{variant}-{optimizer}")
     return replace(recipe, **VARIANTS[variant](recipe))
 
@@ -267,7 +267,7 @@ def _detail(cell: Any) -> str:
 
 def run_all(combinations: Sequence[Combination], console: Console, pool: Any, *, steps: int) -> list[Result]:
     """Run one after the other, with a line for each; faults are told at once."""
-    results: list[Result] = []
+    results = []
     for number, combination in enumerate(combinations, 1):
         found = run(combination, pool, steps=steps)
         console.print(f"{number} of {len(combinations)}: {combination}", markup=False)
@@ -289,7 +289,7 @@ def table(results: Sequence[Result], rows: Sequence[str], columns: str, reasons:
     Each reason for a refusal stands in ``reasons`` once, where a footnote of that number tells it.
     """
     order = [*MODELS, *WORLD_SIZES, *VARIANTS, *OPTIMIZERS, *BACKENDS]
-    cells: dict[Any, dict[Any, list[Result]]] = {}
+    cells = {}
     for result in results:
         row = cells.setdefault(tuple(result.at(row) for row in rows), {})
         row.setdefault(result.at(columns), []).append(result)

@@ -60,7 +60,7 @@ def _wrong(how: str, whole: nn.Module, mesh: DeviceMesh) -> Split:
         return found
     if how == "misadded":  # losses of cp are taken for a mean
         return dataclasses.replace(found, adds=())
-    settings: dict[str, Any] = {
+    settings = {
         "unsaid": {"device_mesh": mesh["data"], "replicated": {}},  # nobody says that ranks of cp share parameters
         "forgotten": {**found.settings, "replicated": {"^(?!pos_embed)": mesh["cp"]}},
         "averaged": {**found.settings, "replicated": {".": (mesh["cp"], "mean")}},  # where the parts add up
@@ -90,12 +90,12 @@ class Dropping(nn.Module):
         self.layer = nn.Linear(CHANNELS, CHANNELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = nn.functional.dropout(self.layer(x), 0.5)
+        found = nn.functional.dropout(self.layer(x), 0.5)
         return found
 
 
 def _square(model: Any, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().mean()
+    found = model(x).square().mean()
     return found
 
 
@@ -109,7 +109,7 @@ def dropping() -> Recipe:
 
 
 def returning_nothing() -> Recipe:
-    nothing: Any = lambda model, mesh: None  # noqa: E731
+    nothing = lambda model, mesh: None  # noqa: E731
     return dataclasses.replace(right(), split=nothing)
 
 

@@ -104,7 +104,7 @@ def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None) -> dict[str, Ten
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        gradients: list[list[Tensor]] = []
+        gradients = []
         for rank in range(ranks):
             optimizer.zero_grad()
             for part in range(parts_of(way)):
@@ -182,7 +182,7 @@ def job_recipe(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
     """Train under every engine: two steps, then a checkpoint in a fresh model, and a third."""
     recipe = resolve(name)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    weights: dict[str, dict[str, Tensor]] = {}
+    weights = {}
     for engine, settings in ENGINES.items():
         for part in ((0, 1), (2,)):
             model = fsshard.wrap(made(recipe), **settings)
@@ -204,9 +204,9 @@ def recipe_by_hand(recipe: Recipe, ranks: int) -> dict[str, Tensor]:
     model = made(recipe)
     optimizer = recipe.optimizer(model.parameters(), **recipe.hyper)
     for step in range(STEPS):
-        gradients: list[list[Tensor]] = []
+        gradients = []
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        of_rank_0: dict[str, Tensor] = {}
+        of_rank_0 = {}
         for rank in range(ranks):
             for name, buffer in model.named_buffers():
                 if name in buffers:  # SFNO makes some in its first forward

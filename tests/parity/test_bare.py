@@ -115,7 +115,7 @@ def job(name: str, folder: str) -> list[str]:
     """One training by hand and under every backend: what differs."""
     training = TRAININGS[name]()
     reference = by_hand(training)
-    found: list[str] = []
+    found = []
     for backend in DISTRIBUTED:
         if backend in training.refused:
             found += refusal(backend, training)

@@ -42,7 +42,7 @@ class OneInnerStep(nn.Module):
         weights = dict(self.net.named_parameters())
 
         def inner(values: dict[str, Tensor]) -> Tensor:
-            output: Tensor = torch.func.functional_call(self.net, values, (x[:3],))
+            output = torch.func.functional_call(self.net, values, (x[:3],))
             return output.square().mean()
 
         gradients = torch.func.grad(inner)(weights)
@@ -86,7 +86,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(batch(rank, step)).square().mean()
+    loss = model(batch(rank, step)).square().mean()
     return loss
 
 

@@ -72,9 +72,6 @@ def test_the_layout_is_kept_for_a_reason(lowest: RankPool) -> None:
     assert same is not by_strides
 
 
-# ---------------------------------------------------------------------------------------------------------- the table
-
-
 def test_what_a_cpu_lacks_is_named_and_not_run(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("model name\t: Old CPU\nflags\t\t: sse4_1 sse4_2\ncpu family\t: 25\n")
     flags = machines.cpu_flags(str(tmp_path / "cpuinfo"))

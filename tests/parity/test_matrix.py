@@ -58,7 +58,7 @@ def allowed(row: Combination, backend: str) -> tuple[str, ...]:
 
 
 def test_the_rows_cover_every_pair_and_a_few_at_every_commit_every_value() -> None:
-    rows: list[tuple[Any, ...]] = [*ROWS]
+    rows = [*ROWS]
     assert uncovered(rows, (MODELS, WORLD_SIZES, tuple(VARIANTS), tuple(OPTIMIZERS))) == set()
     assert len(rows) == len(MODELS) * len(VARIANTS)  # two factors alone need as many, so fewer cannot do
     assert len(matrix.everything()) == 14 * 4 * 15 * 12
@@ -115,7 +115,7 @@ ROW = Combination("mlp", 2, "plain", "SGD")
 @pytest.fixture
 def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Verdicts by backend, in place of real comparisons of three combinations; a backend that is not in it is exact."""
-    found: dict[str, str] = {}
+    found = {}
 
     def compare(source: Any, *, backends: Any, world_sizes: Any, steps: int, **_: Any) -> ParityReport:
         first = Divergence(step=1, quantity="gradient", name="w", rank=0, difference=Difference(verdict="different"))

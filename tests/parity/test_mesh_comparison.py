@@ -132,7 +132,7 @@ def test_what_is_found_by_wrap_or_cannot_be_compared(ranks: Any) -> None:
 
 
 def test_mistakes_are_found_before_anything_runs(ranks: Any) -> None:
-    asked: Any = functools.partial(compare, recipes.right, pool=ranks)
+    asked = functools.partial(compare, recipes.right, pool=ranks)
     for options, message in [
         ({"mesh": {"data": 2, "tp": 2}, "world_sizes": iter([2])}, r"world_sizes=\[2\]: .* has 4 ranks; leave"),
         ({"mesh": []}, "expected one mesh or several"),

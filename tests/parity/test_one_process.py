@@ -27,7 +27,7 @@ class Restless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = torch.cat([self.seen, x.detach()])
         scale = random.random() + float(np.random.rand()) + torch.rand(())
-        out: Tensor = self.linear(x) * scale * len(self.seen)
+        out = self.linear(x) * scale * len(self.seen)
         return out
 
 
@@ -76,7 +76,7 @@ class Twice(nn.Module):
         self.cell, self.out = nn.Linear(3, 3), nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.cell(self.cell(x)))
+        out = self.out(self.cell(self.cell(x)))
         return out
 
 

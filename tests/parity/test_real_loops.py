@@ -298,7 +298,7 @@ class WithAuxiliary(nn.Module):
         self.one, self.two = Collecting(), Collecting()
 
     def forward(self, x: Tensor) -> Tensor:
-        losses: list[Tensor] = []
+        losses = []
         y = self.two(self.one(x), []) if not self.training else self.one(x, losses)
         return y + sum(losses)
 

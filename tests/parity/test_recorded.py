@@ -195,7 +195,7 @@ def test_another_kernel_is_within_rounding(ranks: Any, mlp: Trace) -> None:
 
 
 def _nudged(rank: int, world_size: int, number: int) -> Tensor:
-    batch: Tensor = faults.mlp().batches(rank, world_size, number)
+    batch = faults.mlp().batches(rank, world_size, number)
     return batch * (1 + 2.0**-23)
 
 

@@ -18,7 +18,7 @@ WEIGHT = "layers.0.weight"
 
 def far(verdict: str = "different", **given: object) -> Difference:
     """A difference at one element."""
-    values: dict[str, object] = {
+    values = {
         "max_abs": 0.012,
         "apart": 0.012,
         "ulps": 4.4e5,
@@ -167,8 +167,6 @@ def test_a_divergence_in_words() -> None:
     missing = Divergence(step=0, quantity="loss", name="", rank=0, difference=Difference(note="no such tensor"))
     assert str(missing) == "step 0, loss, rank 0; no such tensor"
 
-
-# ------------------------------------------------------------------------------------------- tensors and numbers
 
 ONE = torch.tensor([1.0, 2.0, -3.0])
 

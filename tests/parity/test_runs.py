@@ -149,7 +149,7 @@ def test_a_report_has_every_step_and_parameter(ranks: Any) -> None:
 
 
 def test_progress_is_told(ranks: Any) -> None:
-    seen: list[tuple[float, float, str]] = []
+    seen = []
     compare(
         faults.mlp,
         backends=["fsdp2"],

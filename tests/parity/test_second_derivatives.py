@@ -257,7 +257,7 @@ def job(
     **settings: Any,
 ) -> Found:
     """For each loss whether weights are those of the replicas, or the error."""
-    found: Found = {}
+    found = {}
     for loss in losses:
         expected = by_hand(loss, numbers, steps, kind=kind)
         got = ours(backend, loss, numbers, steps, settings, kind)
@@ -354,7 +354,7 @@ def tfno() -> nn.Module:
     from neuralop.models import TFNO
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
+    sizes = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
     return TFNO(**sizes, n_layers=2, factorization="Tucker", rank=0.5, implementation="reconstructed")  # type: ignore[no-any-return]
 
 
@@ -371,7 +371,7 @@ def pino(model: Any, step: int) -> None:
 
 def job_pino(backend: str) -> list[bool]:
     bare, model = tfno(), fsshard.wrap(tfno(), backend=backend)
-    optimizers: Any = (torch.optim.Adam(bare.parameters(), lr=1e-2),)
+    optimizers = (torch.optim.Adam(bare.parameters(), lr=1e-2),)
     optimizers += (fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2),)
     for step in range(2):
         for each, optimizer in zip((bare, model), optimizers, strict=True):
@@ -567,7 +567,7 @@ def penalty_in_silence(model: Any, step: int) -> None:
 
 def job_refused(backend: str, losses: tuple[Callable[[Any, int], None], ...], **settings: Any) -> list[Any]:
     """Per loss the error; each with a model of its own."""
-    found: list[Any] = []
+    found = []
     for loss in losses:
         try:
             ours(backend, loss, "real", 1, settings)
@@ -582,7 +582,7 @@ def refused(ranks: Any, backend: str, losses: Any, **settings: Any) -> list[Fssh
     """The errors, which every rank has alike."""
     one, other = ranks.run(functools.partial(job_refused, **settings), 2, backend, losses)
     assert [str(error) for error in one] == [str(error) for error in other]
-    found: list[FsshardError] = one
+    found = one
     return found
 
 
@@ -631,7 +631,7 @@ def residual(model: Any, rank: int, step: int) -> Tensor:
     u = model(x)
     (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
-    loss: Tensor = u.square().mean() + second.square().mean()
+    loss = u.square().mean() + second.square().mean()
     return loss
 
 

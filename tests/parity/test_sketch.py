@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from fsshard.parity.sketch import PROJECTIONS, apart, digest, distance, sketch
 
 
 def test_digests_tell_bits_apart() -> None:
-    values: list[Any] = [
+    values = [
         torch.tensor([1.0]),
         torch.tensor([1.0 + 2**-23]),
         torch.tensor([1.0]).double(),

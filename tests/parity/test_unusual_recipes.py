@@ -41,7 +41,7 @@ class Random(nn.Module):
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(x + random.random() * self.first(x)) * float(np.random.rand())
+        out = self.second(x + random.random() * self.first(x)) * float(np.random.rand())
         return out
 
 
@@ -54,7 +54,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        out: Tensor = self.linear(x) * (1 + 0.1 * self.calls)
+        out = self.linear(x) * (1 + 0.1 * self.calls)
         return out
 
 
@@ -68,7 +68,7 @@ class Remembering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x.detach().clone()
-        out: Tensor = self.linear(x)
+        out = self.linear(x)
         return out
 
 
@@ -148,7 +148,7 @@ class Part(nn.Module):
         self.first.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)))
+        out = self.second(torch.tanh(self.first(x)))
         return out
 
 

@@ -167,7 +167,7 @@ def hooked() -> nn.Module:
         assert parameter.grad is not None
         parameter.grad.clamp_(-0.01, 0.01)
 
-    model: Any = mlp()
+    model = mlp()
     model[2].weight.register_hook(lambda gradient: 2 * gradient)
     model[0].bias.register_post_accumulate_grad_hook(clamp)
     return model  # type: ignore[no-any-return]

@@ -247,7 +247,7 @@ def loss_over_tokens(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any)
 
 def balanced_loss(loss: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
     """Add the mean square of the outputs, weighted so that its gradient, averaged over the ranks, is as long."""
-    outputs: list[Any] = []
+    outputs = []
     hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     first = loss(model, batch)
     hook.remove()

@@ -30,7 +30,7 @@ def unit(found: Plan, name: str) -> Any:
 
 def facts(model: nn.Module) -> list[Any]:
     """Everything of a model that a careless reader could change."""
-    found: list[Any] = []
+    found = []
     for name, module in model.named_modules(remove_duplicate=False):
         members = {key: value for key, value in vars(module).items() if not isinstance(value, dict)}
         held = {

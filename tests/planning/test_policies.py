@@ -81,7 +81,7 @@ def called_only(policy: Any) -> Any:
         return policy
 
     def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        wanted: bool = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        wanted = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
         return wanted and (recurse or not is_container(module))
 
     return asked
@@ -247,7 +247,7 @@ def test_callables_of_one_argument() -> None:
 
 
 def test_callables_of_torchs_three_arguments() -> None:
-    seen: list[tuple[type, bool, int]] = []
+    seen = []
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         seen.append((type(module), recurse, nonwrapped_numel))

@@ -53,7 +53,7 @@ def outcomes(ranks: Any, backend: str, settings: list[dict[str, Any]]) -> list[s
     """The same on every rank."""
     answers = ranks.run(job_wrap, ranks_of(backend), backend, settings)
     assert all(answer == answers[0] for answer in answers)
-    found: list[str] = answers[0]
+    found = answers[0]
     return found
 
 
@@ -78,7 +78,7 @@ NEAREST = {
 
 @pytest.mark.parametrize("backend", ALL)
 def test_strategies(ranks: Any, backend: str) -> None:
-    forms: list[Any] = [form for name in STRATEGIES for form in (ShardingStrategy[name], name.lower())]
+    forms = [form for name in STRATEGIES for form in (ShardingStrategy[name], name.lower())]
     found = outcomes(ranks, backend, [{"sharding_strategy": form} for form in forms])
     for form, text in zip(forms, found, strict=True):
         name = getattr(form, "name", form).upper()

@@ -50,7 +50,7 @@ def covering() -> list[tuple[tuple[str, int], tuple[str, int], str]]:
 
 def rows() -> Iterator[Any]:
     """At every commit each engine saves and loads, on each number of ranks, and each optimizer goes on."""
-    met: set[Any] = set()
+    met = set()
     for saver, loader, optimizer in covering():
         values = set(enumerate((*saver, *loader, optimizer)))
         marks = [pytest.mark.long] if values <= met else []

@@ -51,7 +51,7 @@ def test_it_is_found_by_name(recipe: Recipe) -> None:
 
 def test_it_travels(recipe: Recipe) -> None:
     """Its parts are at the top level of a module, so the recipe itself can be sent to another process."""
-    there: Recipe = pickle.loads(pickle.dumps(recipe))
+    there = pickle.loads(pickle.dumps(recipe))
     assert there.optimizer is recipe.optimizer and there.loss is recipe.loss
     assert equal(there.batches(0, 1, 0), recipe.batches(0, 1, 0))
     assert list(built(there).state_dict()) == list(built(recipe).state_dict())

@@ -106,7 +106,7 @@ def job(backend: str, settings: dict[str, Any], decay: Any, every: int) -> dict[
     bare = Bare(decay, range(5), every)
     model, optimizer = wrapped(backend, settings)
     ema = fsshard.EMA(model, decay, every=every)
-    sent: list[int] = []
+    sent = []
 
     def update() -> None:
         with CommDebugMode() as mode:

@@ -65,7 +65,7 @@ def test_buffers_are_rank_zeros_everywhere(ranks: Any) -> None:
 def job_put_in_later(backend: str) -> Tensor:
     """A module with buffers comes between forwards that are looked at; return what an evaluation gives then."""
     torch.manual_seed(0)
-    model: Any = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2)), backend=backend)
+    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2)), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     x = batch(dist.get_rank())
     with torch.no_grad():
@@ -134,7 +134,7 @@ def job_several_forwards(loss: Any, backends: list[str]) -> list[dict[str, Tenso
     results = []
     for backend in [None, *backends]:
         torch.manual_seed(0)
-        model: Any = Replica(Scaled()) if backend is None else fsshard.wrap(Scaled(), backend=backend)
+        model = Replica(Scaled()) if backend is None else fsshard.wrap(Scaled(), backend=backend)
         parameters = list(model.parameters())
         make = torch.optim.SGD if backend is None else fsshard.build_optimizer
         optimizer = make(parameters, lr=0.1) if backend is None else make(model, torch.optim.SGD, lr=0.1)
@@ -291,9 +291,9 @@ def some_steps(model: Any, steps: int = 1) -> None:
 
 def job_changes(backend: str) -> dict[str, list[str]]:
     """Change -> what a forward, a state dict and a save say."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for name, (change, _) in CHANGES.items():
-        model: Any = fsshard.wrap(net(), backend=backend)
+        model = fsshard.wrap(net(), backend=backend)
         some_steps(model)
         try:
             change(model)
@@ -319,7 +319,7 @@ def test_a_change_of_the_model_is_named(ranks: Any, backend: str) -> None:
 
 
 def job_evaluated(backend: str) -> None:
-    model: Any = fsshard.wrap(net(), backend=backend)
+    model = fsshard.wrap(net(), backend=backend)
     model.module.last = nn.Linear(6, 1)
     with torch.no_grad(), pytest.raises(ModelError, match=r"added: last\.weight"):
         model.eval()(batch(0))
@@ -332,8 +332,8 @@ def test_a_change_is_named_by_an_evaluation(ranks: Any, backend: str) -> None:
 
 def job_compiled(backend: str) -> None:
     """Nothing looks at a forward that the user has compiled; the step sees that a gradient is missing."""
-    model: Any = fsshard.wrap(net(), backend=backend)
-    compiled: Any = torch.compile(model, backend="eager")
+    model = fsshard.wrap(net(), backend=backend)
+    compiled = torch.compile(model, backend="eager")
     model.module.last = nn.Linear(6, 1)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     compiled(batch(0)).sum().backward()
@@ -347,7 +347,7 @@ def test_a_change_of_a_compiled_model_is_named_by_the_step(ranks: Any) -> None:
 
 def job_harmless(backend: str) -> list[Any]:
     """Changes that need no training, between steps and between evaluations; state dicts and buffers go with them."""
-    model: Any = fsshard.wrap(net(), backend=backend, auto_wrap_policy={Spectral})
+    model = fsshard.wrap(net(), backend=backend, auto_wrap_policy={Spectral})
     some_steps(model)
     with torch.no_grad():
         model.eval()(batch(0))  # engines leave the root gathered
@@ -374,7 +374,7 @@ def test_what_needs_no_training_may_come_and_go(ranks: Any, backend: str) -> Non
 
 def job_undone(backend: str) -> None:
     """A change that is taken back; what was added is trained later."""
-    model: Any = fsshard.wrap(net(), backend=backend)
+    model = fsshard.wrap(net(), backend=backend)
     before, model.module.last = model.module.last, nn.Linear(6, 1)
     with pytest.raises(ModelError, match=r"added: last\.weight"):
         model(batch(0))

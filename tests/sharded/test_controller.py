@@ -57,7 +57,7 @@ def test_no_attribute_of_the_users_model_is_overwritten(backend: str) -> None:
     assert {"scaled", "simulate", "find_entry", "step"} <= {*names}
     bare, inner = Attention(names), Attention(names)
     before = {name: getattr(inner, name) for name in names}
-    model: Any = fsshard.wrap(inner, backend=backend)
+    model = fsshard.wrap(inner, backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     judge = torch.optim.SGD(bare.parameters(), lr=0.1)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -80,7 +80,7 @@ def test_no_attribute_of_the_users_model_is_overwritten(backend: str) -> None:
 def test_a_parameter_may_have_a_name_that_is_ours_within(backend: str) -> None:
     module = nn.Linear(2, 2)
     module.scaled = nn.Parameter(torch.ones(1))
-    model: Any = fsshard.wrap(module, backend=backend, find_unused_parameters=True)
+    model = fsshard.wrap(module, backend=backend, find_unused_parameters=True)
     assert list(model.state_dict()) == ["weight", "bias", "scaled"]
     assert model.scaled.shape == (1,)
 
@@ -111,7 +111,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = getattr(self, "logit_scale", nn.Identity())
-        y: Tensor = self.layer(x)
+        y = self.layer(x)
         return scale(y.mean().view(1, 1)) if isinstance(scale, nn.Module) else y * scale
 
 
@@ -137,7 +137,7 @@ def test_what_has_to_be_trained_cannot_be_put_on_a_wrapped_model(what: str) -> N
 @pytest.mark.parametrize("backend", ALL)
 @on_ranks(1)
 def test_what_needs_no_training_reaches_the_users_model(backend: str) -> None:
-    model: Any = fsshard.wrap(nn.Linear(3, 3), backend=backend)
+    model = fsshard.wrap(nn.Linear(3, 3), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     model.criterion = nn.MSELoss()
     model.history = [1, 2]
@@ -166,7 +166,7 @@ class Planned(nn.Module):
 @pytest.mark.parametrize("name", ["backend", "plan", "module", "no_sync", "_fsshard"])
 @on_ranks(1)
 def test_names_of_the_wrapper_itself_cannot_be_written(name: str) -> None:
-    model: Any = fsshard.wrap(Planned(), backend="none")
+    model = fsshard.wrap(Planned(), backend="none")
     with refused(f"to change an attribute of your model, write model.module.{name} = ...", ModelError):
         setattr(model, name, "other")
     setattr(model.module, name, "other")
@@ -191,7 +191,7 @@ class Two(nn.Module):
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    result: Tensor = model(torch.full((1, 2), 1.0 + rank + step)).square().sum()
+    result = model(torch.full((1, 2), 1.0 + rank + step)).square().sum()
     return result
 
 

@@ -184,7 +184,7 @@ def job_generate_unevenly(backend: str, build: Any) -> None:
     rank = torch.distributed.get_rank()
     bare, model = build(), fsshard.wrap(build(), backend=backend, **(units if "fsdp" in backend else {}))
     prompts = torch.randint(2, 32, (2, 5), generator=torch.Generator().manual_seed(rank))
-    settings: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(prompts)}
+    settings = {"do_sample": False, "attention_mask": torch.ones_like(prompts)}
     for more in ({"max_new_tokens": 3, "num_beams": 2}, {"max_new_tokens": 2 + 4 * rank}):
         expected = bare.generate(prompts, **settings, **more)
         assert torch.equal(model.generate(prompts, **settings, **more), expected)
@@ -205,8 +205,6 @@ def test_generate_where_one_rank_ends_earlier(ranks: Any, backend: str, build: A
     pytest.importorskip("transformers")
     ranks.run(job_generate_unevenly, 4 if backend == "fsdp2" and build is small_gpt2 else 2, backend, build)
 
-
-# ------------------------------------------------------------------------------------------------ errors
 
 TORCH_SAYS = {
     "mat1 and mat2 must have the same dtype, but got Float and BFloat16": PrecisionError,

@@ -36,7 +36,7 @@ def job_overflow(backend: str, where: int, explicit: bool) -> list[Any]:
     model = fsshard.wrap(net() if explicit else few, backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     scaler = fsshard.GradScaler(model, init_scale=1024.0, growth_interval=2)
-    found: list[Any] = []
+    found = []
     for step in range(4):
         before = weights(model)
         loss = model(batch(step)).square().mean()
@@ -140,7 +140,7 @@ def job_torch_sharded_scaler(backend: str) -> list[Any]:
     model = fsshard.wrap(net(), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     scaler = ShardedGradScaler("cpu", init_scale=64.0)
-    found: list[Any] = []
+    found = []
     for step in range(2):
         before = weights(model)
         loss = model(batch(step)).square().mean()
@@ -199,7 +199,7 @@ class Wide(nn.Module):
         self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last((torch.tanh(self.first(x)) * (1 + 0.5j) @ self.weight).abs())
+        out = self.last((torch.tanh(self.first(x)) * (1 + 0.5j) @ self.weight).abs())
         return out
 
 

@@ -70,7 +70,7 @@ def by_hand(leaves: int = LEAVES) -> str:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        parts: list[list[Tensor]] = []
+        parts = []
         for leaf in range(leaves):
             optimizer.zero_grad()
             model(samples(step, leaf, leaves)).square().mean().backward()
@@ -172,9 +172,6 @@ def job_random_generators_are_put_back() -> None:
 
 def test_random_generators_are_put_back(ranks: Any) -> None:
     ranks.run(job_random_generators_are_put_back, 1)
-
-
-# ------------------------------------------------------------------------------------------------ refused
 
 
 def job_numbers_without_a_tree_are_refused() -> None:

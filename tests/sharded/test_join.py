@@ -161,7 +161,7 @@ def test_a_batch_that_the_loop_takes_apart_comes_again_as_it_was(ranks: Any) -> 
 
 
 def job_lbfgs(engine: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    settings = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
     first, second = [10 * x for x in batches(0, 1)], batches(1, 2)
     torch.manual_seed(0)
     bare = nn.Linear(4, 2)
@@ -170,7 +170,7 @@ def job_lbfgs(engine: dict[str, Any]) -> None:
     ours = fsshard.build_optimizer(model, torch.optim.LBFGS, **settings)
 
     def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-        loss: Tensor = (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
+        loss = (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
         return loss
 
     def of_those_that_go_on(batches: list[Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ def job_attributes(backend: str) -> list[Any]:
     want, got = ([(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (reference, model))
     assert want == got and [n for n, _ in model.named_buffers()] == ["steps"]
     messages = [model.explain().splitlines()[0]]
-    acts: list[Any] = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
+    acts = [lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: model.to(torch.float64)]
     for act in acts:
         with pytest.raises(FsshardError) as error:
             act()
@@ -250,7 +250,7 @@ class Named(nn.ModuleDict):
 
 def job_containers(backend: str) -> list[bool]:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
-    model: Any = fsshard.wrap(nn.Sequential(*layers), backend=backend)
+    model = fsshard.wrap(nn.Sequential(*layers), backend=backend)
     found = [isinstance(model, fsshard.ShardedModule), isinstance(model.module, nn.Sequential)]
     found += [len(model) == 3, len(list(model)) == 3, model[1] is layers[1], model[-1] is model.module[-1], bool(model)]
     found += [len(model[:2]) == 2, layers[1] in model, nn.Tanh() not in model, type(model).__name__ == "ShardedModule"]
@@ -261,12 +261,12 @@ def job_containers(backend: str) -> list[bool]:
     model.append(nn.Linear(2, 2))
     with pytest.raises(ModelError, match=r"added: 3\.weight"):
         model.state_dict()  # which always looks, and forwards at times
-    plain: Any = fsshard.wrap(net(), backend=backend)
+    plain = fsshard.wrap(net(), backend=backend)
     found += [bool(plain), not hasattr(type(plain), "__len__"), type(plain) is fsshard.ShardedModule]
     for use in (lambda: plain[0], lambda: len(plain), lambda: iter(plain)):
         with pytest.raises(TypeError):
             use()
-    named: Any = fsshard.wrap(Named({"a": nn.Linear(2, 2)}), backend=backend)
+    named = fsshard.wrap(Named({"a": nn.Linear(2, 2)}), backend=backend)
     return [*found, "a" in named, list(named) == ["a"], named["a"] is named.module["a"]]
 
 
@@ -302,7 +302,7 @@ class Merging(nn.Linear):
 
 def job_merging(backend: str) -> tuple[str, float]:
     torch.manual_seed(0)
-    model: Any = fsshard.wrap(nn.Sequential(Merging(), nn.Tanh(), nn.Linear(6, 2)), backend=backend)
+    model = fsshard.wrap(nn.Sequential(Merging(), nn.Tanh(), nn.Linear(6, 2)), backend=backend)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     before = model(torch.ones(2, 4)).detach()
     text = ""

@@ -211,7 +211,7 @@ def job_groups_given_as(form: str) -> list[str]:
     def build(backend: str) -> fsshard.ShardedModule:
         model = fsshard.wrap(net(), backend=backend)
         pairs = list(model.named_parameters())
-        given: Any = {
+        given = {
             "pairs": pairs,
             "parameters": [p for _, p in pairs],
             "groups": [

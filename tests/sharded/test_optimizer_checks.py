@@ -165,7 +165,7 @@ def test_a_rate_of_zero_hides_nothing() -> None:
 def test_settings_of_each_group_count() -> None:
     class Mixed(written.Written):
         def direction(self, group: dict[str, Any], parameter: Any) -> torch.Tensor:
-            grad: torch.Tensor = parameter.grad
+            grad = parameter.grad
             return grad / grad.norm() if group["whole"] else grad
 
     assert [agrees(Mixed, {"whole": False}, {"whole": whole}) for whole in (False, True)] == [NUMBERS, PARAMETERS]
@@ -178,7 +178,7 @@ def test_nothing_is_disturbed() -> None:
         def direction(self, group: dict[str, Any], parameter: Any) -> torch.Tensor:
             group["seen"].append(1)
             torch.randn(3, generator=group["generator"])
-            grad: torch.Tensor = parameter.grad
+            grad = parameter.grad
             return grad * (torch.rand(()) * 0 + 1)
 
     generator, seen = torch.Generator().manual_seed(5), [0]

@@ -48,7 +48,7 @@ class Bare(torch.optim.LBFGS):
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = (model(x) - 1).square().mean()
+    loss = (model(x) - 1).square().mean()
     return loss
 
 
@@ -60,7 +60,7 @@ def mean(loss: Tensor) -> float:
 
 def steps(model: Any, optimizer: Any, numbers: range, bare: bool = False) -> list[Any]:
     """Return the result of each step, and how often it called the closure."""
-    told: list[Any] = []
+    told = []
     for number in numbers:
 
         def closure(number: int = number) -> Any:
@@ -106,7 +106,7 @@ def by_parameter(bare: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def job_exact(kind: str) -> dict[str, list[str]]:
-    wrong: dict[str, list[str]] = {}
+    wrong = {}
     for wide, backends in ((False, ("ddp",)), (True, DIVIDING)):
         bare = shapes()
         native = Bare(bare.parameters(), **SETTINGS[kind])
@@ -172,7 +172,7 @@ class Fine(Spectral):
 
 
 def double() -> nn.Module:
-    model: Any = shapes()
+    model = shapes()
     model.middle = Fine(7)
     model.middle.weight.data = model.middle.weight.data.to(torch.complex128)
     return model.double()  # type: ignore[no-any-return]

@@ -103,7 +103,7 @@ def in_place(name: str, whole: Tensor, pieces: list[Tensor]) -> None:
 
 
 def loss_of(model: Any, number: int) -> Tensor:
-    loss: Tensor = model(batch(number, 12)).square().mean()
+    loss = model(batch(number, 12)).square().mean()
     return loss
 
 
@@ -150,7 +150,7 @@ def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
     bare = fields()
     native = ByHand(bare, CLASSES[kind])
     losses = steps(bare, native, range(3), bare=True)
-    wrong: dict[str, list[str]] = {}
+    wrong = {}
     for backend in backends:
         model = fsshard.wrap(fields(), backend=backend)
         optimizer = built(model, CLASSES[kind])
@@ -349,7 +349,7 @@ def test_a_stack_is_shown_to_who_takes_it_as_so_many_matrices(complex_: bool) ->
 
 def test_a_class_that_flattens_a_stack_is_not_tried_on_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its factors would have 2e5 by 2e5 numbers."""
-    called: list[int] = []
+    called = []
     monkeypatch.setattr(Shampoo, "direction", counted(Shampoo.direction, called))
     assert not asked(Shampoo, modes=200_000).matrices["w"].stacked
     assert called and max(called) < 100

@@ -257,7 +257,7 @@ def job_alone() -> None:
     rest = [p for p in bare.parameters() if p.dim() < 2]
     live = GaLore(rest, galore_params=low, galore_rank=0.5, galore_scale=0.25)
     _, handed = fsshard.wrap(bare, live, backend="none")
-    inner: Any = handed.inner
+    inner = handed.inner
     assert (inner.galore_rank, inner.galore_scale, inner.param_groups[1]["galore"]) == (0.5, 0.25, True)
     model, optimizer = wrapped("EightBit", "none")
     trained(model, optimizer, range(1))

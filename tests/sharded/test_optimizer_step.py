@@ -80,7 +80,7 @@ def test_complex_kernels_round_as_on_the_whole(name: str, threads: int, cuts: di
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(number)).square().mean()
+    loss = model(batch(number)).square().mean()
     return loss
 
 
@@ -244,7 +244,7 @@ def blocked_steps(model: Any, optimizer: Any, steps: range, *, bare: bool = Fals
 
 def job_blocked(build: Any, *backends: str) -> dict[str, list[str]]:
     """Backend -> the weights and momenta that are not those of bare replicas, and the momenta after a state dict."""
-    wrong: dict[str, list[str]] = {}
+    wrong = {}
     bare = build()
     native = Blocked(bare.parameters())
     blocked_steps(bare, native, range(3), bare=True)

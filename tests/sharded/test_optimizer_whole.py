@@ -69,7 +69,7 @@ def shapes() -> nn.Module:
 
 
 def loss_of(model: Any, step: int) -> Tensor:
-    loss: Tensor = model(batch(step)).square().mean()
+    loss = model(batch(step)).square().mean()
     return loss
 
 
@@ -90,7 +90,7 @@ def grouped(named: Any, kind: str) -> tuple[Any, list[dict[str, Any]], dict[str,
 def built(model: Any, kind: str) -> Any:
     optimizer_class, groups, settings = grouped(list(model.named_parameters()), kind)
     whole = {} if kind == "AdamW" else {"whole": True}
-    optimizer: Any = fsshard.build_optimizer(model, optimizer_class, groups, **whole, **settings)
+    optimizer = fsshard.build_optimizer(model, optimizer_class, groups, **whole, **settings)
     optimizer.beside = built(model, "AdamW") if kind == "Muon" else None
     return optimizer
 
@@ -114,7 +114,7 @@ def state_of(bare: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def job_exact(kind: str, *backends: str) -> dict[str, list[str]]:
     bare, native, losses = replicas(kind, 3)
-    wrong: dict[str, list[str]] = {}
+    wrong = {}
     for backend in backends:
         model = fsshard.wrap(shapes(), backend=backend)
         optimizer = built(model, kind)
@@ -245,7 +245,7 @@ def test_bases_that_lie_column_by_column_go_on_as_they_were(ranks: Any, tmp_path
 
 def job_traffic(backend: str) -> dict[str, Any]:
     """Collectives of steps, and what this rank sends to others in one, against the bytes of the weights."""
-    calls: list[int] = []
+    calls = []
     real = dist.all_to_all_single
 
     def counted(into: Tensor, out: Tensor, received: list[int], sent: list[int], **settings: Any) -> Any:
@@ -288,7 +288,7 @@ def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
 
 def job_buckets(backend: str) -> tuple[list[str], str]:
     """A training with a parameter or two in each bucket, and when exchanges of its last step begin (b) and end (e)."""
-    heard: list[str] = []
+    heard = []
     real = dist.all_to_all_single
 
     class Heard:

@@ -60,9 +60,9 @@ def job_gradients(backend: str) -> list[Any]:
     entries = model.backend.entries
     weight, entry = shown["middle.0.weight"], entries["middle.0.weight"]
     local = entry.grad()
-    found: list[Any] = [(weight.grad is None) == (local is None)]
+    found = [(weight.grad is None) == (local is None)]
     if local is not None:
-        numbers: Any = getattr(weight.grad, "_local_tensor", weight.grad)
+        numbers = getattr(weight.grad, "_local_tensor", weight.grad)
         found.append(torch.equal(torch.view_as_real(numbers).reshape(-1), local.reshape(-1)))
     if backend in ("none", "ddp"):
         found.append(float(torch.nn.utils.clip_grad_norm_(list(shown.values()), 1e-3)) > 0.1)
@@ -202,7 +202,7 @@ def job_after_a_failed_forward(backend: str) -> list[float]:
     """Losses around a forward that raises, after which parameters are written."""
     model = fsshard.wrap(Rooted(), backend=backend, auto_wrap_policy={nn.Linear})
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=1e-3)
-    module: Any = model.backend.module
+    module = model.backend.module
     module = getattr(module, "module", module)
     losses = []
 
@@ -235,7 +235,7 @@ def job_after_a_failed_forward(backend: str) -> list[float]:
 
 def job_raw_fsdp2() -> list[float]:
     """Return fully_shard's output before and after the root's weight is set to zero behind a failed forward."""
-    model: Any = Rooted()
+    model = Rooted()
     fully_shard(model.inner)
     fully_shard(model)
     found, shard = list[float](), model.weight
@@ -262,9 +262,6 @@ def test_what_is_written_after_a_failed_forward_is_seen(ranks: Any) -> None:
         assert ranks.run(job_after_a_failed_forward, 2, backend) == expected, backend
 
 
-# ------------------------------------------------------------------------------------------------ Python attributes
-
-
 class Hyper(nn.Module):
     """Parameters of every kind, each with the hyper-parameters that it asks for, as S4's."""
 
@@ -275,7 +272,7 @@ class Hyper(nn.Module):
         self.scale, self.phase = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(1 + 1j))
         self.conv = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
         for number, parameter in enumerate(self.parameters()):
-            hyper: Any = parameter
+            hyper = parameter
             hyper._optim = {"lr": 0.01 * (number + 1), "weight_decay": 0.1 * (number % 3)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -320,7 +317,7 @@ def job_attributes(backend: str) -> dict[str, Any]:
     copied.load_state_dict(bare.state_dict())
     model = fsshard.wrap(copied, backend=backend, auto_wrap_policy={nn.Linear})
     filled = fsshard.wrap(empty, backend=backend, param_init_fn=lambda _: None, auto_wrap_policy={nn.Linear})
-    found: dict[str, Any] = {"asked": _asked(bare.parameters())}
+    found = {"asked": _asked(bare.parameters())}
     found |= {"wrapped": _asked(model.parameters()), "module": _asked(model.module.parameters())}
     found |= {"meta": _asked(filled.parameters())}
     with model.full_parameters():

@@ -359,7 +359,7 @@ class WritesItsOwn(Spectral):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name in self._parameters:
-            parameter: Any = self._parameters[name]
+            parameter = self._parameters[name]
             destination[prefix + name] = parameter if keep_vars else parameter.detach()
 
 

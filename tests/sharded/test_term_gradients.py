@@ -180,7 +180,7 @@ def job_other_settings(engine: str) -> None:
     for model in (bare, again := build(torch.float64)):
         model.first.bias.requires_grad_(False)
     want = by_hand(bare, [*burgers(bare, 0), other.square()])
-    more: dict[str, Any] = {"activation_checkpointing": True}
+    more = {"activation_checkpointing": True}
     if engine != "ddp":
         more["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fsshard.wrap(again, **{"auto_wrap_policy": {Wave}, **ENGINES[engine], **more})
@@ -223,7 +223,7 @@ def job_mistakes() -> list[str]:
     u = model(points(model, 0, 0))
     mean, rank = u.square().mean(), dist.get_rank()
     found = []
-    mistakes: list[Any] = [mean, [], [mean, u], [mean.detach()], [mean, mean.item()], [mean] * (1 + rank)]
+    mistakes = [mean, [], [mean, u], [mean.detach()], [mean, mean.item()], [mean] * (1 + rank)]
     for terms in (*mistakes, [mean] if rank else [mean.detach()]):  # the last one is rank 0's alone
         with pytest.raises((ConfigurationError, RankMismatch)) as error:
             model.term_gradients(terms)

@@ -175,7 +175,7 @@ def test_names_and_whole_tensors_are_returned(ranks: Any, engine: str) -> None:
 
 def state_of(optimizer: Any) -> dict[str, Any]:
     """Return the optimizer's state dict; torch makes lists of tuples on its way with ``full_state_dict``."""
-    state: dict[str, Any] = optimizer.state_dict()
+    state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["betas"] = tuple(group["betas"])
     return state

@@ -49,7 +49,7 @@ def _twice(backend: str, settings: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Net()
     held, looks = dict(model.named_parameters()), _look(model)
-    units: Any = {"auto_wrap_policy": {nn.Linear}} if backend in ("fsdp", "fsdp2") else {}
+    units = {"auto_wrap_policy": {nn.Linear}} if backend in ("fsdp", "fsdp2") else {}
     for _ in range(2):
         bare = ModelBeforeWrap(model)
         wrapped, optimizer = fsshard.wrap(

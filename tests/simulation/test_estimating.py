@@ -299,7 +299,7 @@ def test_samples_and_utilisation() -> None:
     """Flops of a forward are counted by hand; what is recomputed is none of the model's own."""
     model = nn.Sequential(Pair(), nn.Identity())
     batch = torch.ones(4, 8)
-    arguments: dict[str, Any] = {"batch": batch, "backend": "ddp", "machine": UNIT, "accumulation": 3}
+    arguments = {"batch": batch, "backend": "ddp", "machine": UNIT, "accumulation": 3}
     one = estimate(model, world_size=2, **arguments)
     assert one.samples == 4 * 3 * 2 and one.samples_per_second == one.samples / one.seconds
     forward = 3 * 2 * (2 * 4 * 8 * 8)
@@ -331,7 +331,7 @@ def test_a_gpu_computes_and_sends_at_once() -> None:
 def test_what_spans_nodes_takes_longer() -> None:
     """Replicas between nodes and shards within are faster than shards over all, where links between nodes are slow."""
     slow = dataclasses.replace(UNIT, device="cuda", per_node=4, between=UNIT.sent / 100)
-    arguments: dict[str, Any] = {"backend": "fsdp2", "world_size": 8, "device": "cuda"}
+    arguments = {"backend": "fsdp2", "world_size": 8, "device": "cuda"}
 
     def sending(machine: Machine, **more: Any) -> float:
         return estimate(net(), machine=machine, **arguments, **more).terms["sent"]
@@ -376,7 +376,7 @@ def test_a_step_that_reads_numbers_runs_on_real_tensors() -> None:
 
 def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsshard.simulation.estimating.simulate_all", lambda *_: pytest.fail("it ran"))
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+    wrong = [
         ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
         ({"world_size": 0}, ConfigurationError, "world_size=0"),
         ({"world_size": 8, "device_mesh": (2, 3)}, ConfigurationError, "does not divide world_size=8"),

@@ -73,7 +73,7 @@ def test_operators_without_a_formula_are_named() -> None:
 
 
 def with_eigenvalues(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).sum() + torch.linalg.eigvalsh(torch.eye(64)).sum()
+    loss = model(batch).sum() + torch.linalg.eigvalsh(torch.eye(64)).sum()
     return loss
 
 
@@ -112,5 +112,5 @@ def ones(rank: int, world_size: int, number: int) -> torch.Tensor:
 
 
 def total(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).sum()
+    loss = model(batch).sum()
     return loss

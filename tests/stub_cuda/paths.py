@@ -43,7 +43,7 @@ class Spectral(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear((x.to(torch.complex64) @ self.weight).real)
+        out = self.linear((x.to(torch.complex64) @ self.weight).real)
         return out
 
 

@@ -26,7 +26,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    found: dict[str, str] = json.loads(ran.stdout.splitlines()[-1])
+    found = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 

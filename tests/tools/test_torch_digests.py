@@ -36,8 +36,6 @@ def test_every_name_stands_on_something() -> None:
     assert [one.name for one in counted_on() if one.why not in whys] == []
 
 
-# ------------------------------------------------------------------------------------------------ a torch made up
-
 TORCH = """
 class Unit:
     def gather(self):

@@ -194,7 +194,7 @@ def test_refused_at_any_change_of_the_disk(tmp_path: Path, start: Any) -> None:
 def test_renames_reach_the_disk_in_order(tmp_path: Path) -> None:
     """Power loss: what is in the new directory before its name, and each name before the next."""
     save(tmp_path / "last", 1), save(tmp_path / "last", 2)
-    done: list[str] = []
+    done = []
     rename, fsync = os.rename, os.fsync
 
     def renamed(source: Any, target: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -83,7 +82,7 @@ def test_a_rule_reads_like_the_table_of_its_pieces(divisions: list[Division], on
 
 def test_copies_write_as_much_each() -> None:
     layouts = Layout(4, 1, 25, 0)
-    tables: list[dict[str, Any]] = [{f"w{i}": ["float32", [100], 0, 25, layouts] for i in range(40)}]
+    tables = [{f"w{i}": ["float32", [100], 0, 25, layouts] for i in range(40)}]
     tensors = divide([*tables, *[{}] * 7], "save")
     shares = [0] * 8
     for info in tensors.values():
@@ -105,7 +104,7 @@ def test_a_thousand_ranks_and_tensors_have_a_short_index() -> None:
             table[name] = ["float32", [4096, 1024], 0, 4096, Layout(ranks, 1, 4096, 0)]
     tensors = divide([table, *[{}] * (ranks - 1)], "save")
     files = {rank_file(rank, ranks): FileEntry(3 * 1024 * 4096 * 4, rank) for rank in range(ranks)}
-    keys: dict[str, str | None] = {f"w{number}": f"model/w{number}" for number in range(1024)}
+    keys = {f"w{number}": f"model/w{number}" for number in range(1024)}
     index = Index("ab", 1, "", Origin("0", "0", "fsdp2", ranks), files, tensors, ModelInfo(keys, {}, {}))
     text = index.to_json()
     assert len(text) < 5_000_000

@@ -117,7 +117,7 @@ def test_a_tensor_can_be_given_in_pieces(tmp_path: Path) -> None:
 
 
 def test_writing_copies_nothing_and_progress_adds_up(tmp_path: Path) -> None:
-    told: list[int] = []
+    told = []
     tensor = torch.ones(4 << 20)
     tracemalloc.start()
     info = write(tmp_path / "a", [item("x", tensor)], progress=told.append)

@@ -23,7 +23,7 @@ from fsshard.errors import CheckpointError
 
 def through_json(value: Any) -> Any:
     """Return what comes back of ``value`` from the text of a file and tensors by name."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
 
     def put(path: str, tensor: Tensor) -> str:
         tensors[path] = tensor
@@ -116,7 +116,7 @@ def test_put_is_told_paths_and_plain_tensors() -> None:
 def test_a_numpy_array_is_a_snapshot() -> None:
     array = np.zeros(3)
     array.setflags(write=False)
-    kept: list[Tensor] = []
+    kept = []
     encode(array, lambda path, tensor: kept.append(tensor) or "x")
     array.setflags(write=True)
     array[:] = 1
@@ -177,7 +177,7 @@ def test_what_is_no_tree_is_named(value: Any, where: str, what: str) -> None:
 
 @pytest.mark.parametrize("make", [lambda v: [v], lambda v: {1: v}, lambda v: {"a": v}], ids=["list", "pairs", "dict"])
 def test_depth_is_bounded_and_what_is_within_comes_back(make: Any) -> None:
-    value: Any = 0
+    value = 0
     for _ in range(MAX_DEPTH):
         value = make(value)
     assert through_json(value) == value

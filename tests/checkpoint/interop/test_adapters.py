@@ -24,10 +24,10 @@ def base(kind: str) -> nn.Module:
     """The model of before the adapters."""
     if kind == "net":
         return Net()
-    model: Any = KINDS[kind]()
+    model = KINDS[kind]()
     from neuralop.models import TFNO
 
-    sizes: dict[str, Any] = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
+    sizes = {"n_modes": (3, 3), "hidden_channels": 4, "in_channels": 1, "out_channels": 1}
     factorization = None if kind == "None" else kind
     model.inner = TFNO(**sizes, factorization=factorization, rank=0.5, n_layers=1, implementation="reconstructed")
     return model
@@ -69,7 +69,7 @@ def real(target: str = "conv|linear") -> nn.Module:
 
 
 def job_for_peft(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for number, engine in enumerate(ENGINES):
         model = fsshard.wrap(real(), **engine)
         train(model, range(2), adam(model))
@@ -88,7 +88,7 @@ def test_peft_reads_adapters_of_linear_and_convolutional_layers(ranks: Any, tmp_
             "adapter_config.json",
             "adapter_model.safetensors",
         ]
-        plain: Any = base("net")
+        plain = base("net")
         own = {key.replace("_lora.base", ""): value for key, value in weights.items()}
         plain.load_state_dict({key: own[key] for key in plain.state_dict()})
         nn.init.zeros_(plain.head.weight)  # is trained beside, and read of the adapters
@@ -157,7 +157,7 @@ def job_prompts(folder: str, kind: str) -> list[str]:
         return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
 
     words = torch.arange(6)[None]
-    found: list[str] = []
+    found = []
     for backend in ("ddp", "fsdp", "fsdp2"):
         model = fsshard.wrap(prompted(), backend=backend)
         optimizer = adam(model)
@@ -190,7 +190,7 @@ def job_frozen(folder: str) -> list[str]:
     ):
         for kind in ("peft", "lora"):
             torch.manual_seed(0)
-            plain: Any = Net()
+            plain = Net()
             plain.spectral.requires_grad_(False)
             if kind == "peft":
                 config = LoraConfig(
@@ -227,7 +227,7 @@ def test_peft_reads_what_is_frozen_buffers_and_another_name(ranks: Any, tmp_path
 def job_without_place(folder: str) -> list[str]:
     from peft import LoraConfig
 
-    several: Any = by_peft()
+    several = by_peft()
     several.add_adapter("two", LoraConfig(r=2, target_modules=["0"]))
     bias = fsshard.lora(Net(), rank=2, target="conv")
     bias.conv.bias.requires_grad_()

@@ -118,7 +118,7 @@ def job_torch(path: Path) -> dict[str, Any]:
     """Train under torch's FSDP1 and FSDP2, and save as their users do."""
     states = {}
     for engine in ("fsdp1", "fsdp2"):
-        model: nn.Module = plain()
+        model = plain()
         if engine == "fsdp1":
             model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         else:

@@ -41,7 +41,7 @@ def groups(model: Any) -> list[dict[str, Any]]:
 
 def loss_of(model: Any, number: int, rank: int) -> Tensor:
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * number + rank))
-    loss: Tensor = model(x).square().mean()
+    loss = model(x).square().mean()
     return loss
 
 
@@ -99,8 +99,6 @@ def test_they_go_on(ranks: Any, tmp_path: Path, name: str, backend: str) -> None
         assert same(ranks.run(job_as_one, 1, path)[0], got)
         check_went_on(name, got)
 
-
-# ------------------------------------------------------------------------------------------------ what is left of them
 
 STATE = build().state_dict()
 OTHER = {name: torch.full_like(value, 7) for name, value in STATE.items()}

@@ -84,7 +84,7 @@ def job_order_of_sums() -> list[str]:
     model(batch(dist.get_rank())).square().mean().backward()
     expected = {}
     for name in local[0]:
-        total: Any = local[0][name] * (1 / size)
+        total = local[0][name] * (1 / size)
         for other in local[1:]:
             total = total + other[name] * (1 / size)
         expected[name] = total
@@ -137,7 +137,7 @@ def test_experts_are_no_units_of_their_own(ranks: Any) -> None:
 def job_sent(fast: bool) -> tuple[dict[str, int], int]:
     """Bytes handed to each collective in one step, and those of a whole copy as FSDP2 pads it."""
     model = chain(fast_collectives=fast)
-    sent: dict[str, int] = {}
+    sent = {}
 
     def counted(name: str, inner: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def test_gloos_own_reduce_scatter_and_all_gather_are_not_used(ranks: Any) -> Non
 def job_hook() -> list[str]:
     """A hook on a parameter, which FSDP2 calls as soon as it has reduced, reads the final gradient."""
     model = chain()
-    seen: dict[str, Tensor] = {}
+    seen = {}
 
     def hook(name: str) -> Any:
         return lambda parameter: seen.__setitem__(name, parameter.grad.to_local().clone())
@@ -251,7 +251,7 @@ def test_a_wait_that_has_failed_fails_again() -> None:
 
 
 def test_what_gloo_still_holds_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[Tensor] = []  # as a thread of gloo does that was not scheduled since
+    held = []  # as a thread of gloo does that was not scheduled since
 
     def collective(*tensors: Tensor, **_: Any) -> mock.Mock:
         held.extend(tensors)

@@ -107,7 +107,7 @@ def test_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_an_argument_that_no_engine_can_honour(monkeypatch: pytest.MonkeyPatch) -> None:
-    fine: dict[str, Any] = {"backend": "ddp"}
+    fine = {"backend": "ddp"}
     assert check_arguments((False,), {"cpu": True}, fine) == {"device_placement": False, "cpu": True}
     for name in INSTEAD:
         with pytest.raises(ConfigurationError, match=rf"Accelerator\({name}=\.\.\.\): "):

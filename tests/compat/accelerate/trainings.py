@@ -75,7 +75,7 @@ def accelerator_of(engine: Any, **given: Any) -> Any:
         state._reset_state()
     given.setdefault("dataloader_config", DataLoaderConfiguration(use_seedable_sampler=True))
     if engine == OWN:
-        found: Any = accelerate.Accelerator(cpu=True, **given)
+        found = accelerate.Accelerator(cpu=True, **given)
     else:
         found = Accelerator(fsshard={"backend": engine} if isinstance(engine, str) else engine, **given)
     torch.set_num_threads(1)
@@ -93,11 +93,11 @@ def prepared(accelerator: Any, order: str, dtype: torch.dtype) -> tuple[Any, Any
     random.seed(0)
     np.random.seed(0)
     model = Model(dtype)
-    loader: Any = DataLoader(data(33), 4, shuffle=True)  # five batches for each of two ranks
+    loader = DataLoader(data(33), 4, shuffle=True)  # five batches for each of two ranks
     if order == "later":
         model = accelerator.prepare(model)
         optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
-        scheduler: Any = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        scheduler = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
         return model, optimizer, loader, scheduler
     made = torch.optim.AdamW(
         [{"params": model.first.parameters(), "lr": 3e-2}, {"params": [*model.norm.parameters(), model.weight]}],
@@ -215,7 +215,7 @@ def resumed(folder: str) -> dict[str, Any]:
     Accelerate's own does not go on to the bit within an epoch: its loader draws a number when it begins again. What is
     the same there is what ours and theirs make of it.
     """
-    found: dict[str, Any] = {"whole": {}, "between": {}, "within": {}, "files": {}}
+    found = {"whole": {}, "between": {}, "within": {}, "files": {}}
     for engine in RESUMED:
         found["whole"][engine] = run(engine, save=f"{folder}/{engine}")
         saved = Path(folder) / engine / "within"

@@ -68,8 +68,8 @@ def fairseq(fairscale: Any) -> Outcome:
     The optimizer's state goes through gather_full_optim_state_dict and get_shard_from_optim_state_dict.
     """
     if fairscale is None:
-        model: nn.Module = Layers()
-        run: Any = DistributedDataParallel(model)
+        model = Layers()
+        run = DistributedDataParallel(model)
         optimizer = torch.optim.Adam(run.parameters(), lr=0.02)
         first = steps(run, optimizer, micro_batches=2)
         inside = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -89,7 +89,7 @@ def fairseq(fairscale: Any) -> Outcome:
 
     enable_wrap, wrap = fairscale.nn.enable_wrap, fairscale.nn.wrap
     checkpoint_wrapper = fairscale.nn.checkpoint.checkpoint_wrapper
-    sizes: list[int] = []
+    sizes = []
 
     def fsdp_wrap(module: nn.Module, min_num_params: int) -> nn.Module:
         module = checkpoint_wrapper(module, offload_to_cpu=False)
@@ -151,11 +151,11 @@ def moments_of_full(full: dict[str, Any]) -> list[float]:
 def vissl(fairscale: Any) -> Outcome:
     """VISSL: auto_wrap_bn for BatchNorm, auto_wrap by config_auto_wrap_policy for what has a wrapper_config."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(
+    model = nn.Sequential(
         nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
     )
     if fairscale is None:
-        run: Any = DistributedDataParallel(model)
+        run = DistributedDataParallel(model)
     else:
         data_parallel = fairscale.nn.data_parallel
         fsdp = data_parallel.FullyShardedDataParallel

@@ -34,7 +34,7 @@ def library(name: str) -> Any:
 
 def job(usage: str, name: str) -> Outcome:
     """Run a usage on this rank."""
-    outcome: Outcome = USAGES[usage](library(name))
+    outcome = USAGES[usage](library(name))
     return outcome
 
 
@@ -96,9 +96,6 @@ def clip(optimizer: Any, parameters: Iterable[Tensor], max_norm: float) -> float
     return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
-# ------------------------------------------------------------------------------------------------ OSS and ShardedDDP
-
-
 class LightningModuleWrapper(nn.Module):
     """Lightning puts a module between the user's and the engine's, which chooses the step."""
 
@@ -117,9 +114,9 @@ def lightning(fairscale: Any, optimizer_class: type[torch.optim.Optimizer], **op
     optimizer is saved from rank 0 after a consolidation that all ranks take part in.
     """
     model = net()
-    optimizers: list[Any] = [optimizer_class(two_groups(model), lr=0.05)]
+    optimizers = [optimizer_class(two_groups(model), lr=0.05)]
     if fairscale is None:
-        run: Any = DistributedDataParallel(LightningModuleWrapper(model))
+        run = DistributedDataParallel(LightningModuleWrapper(model))
     else:
         oss_class = fairscale.optim.OSS
         for index, built in enumerate(optimizers):
@@ -168,10 +165,10 @@ def lightning_manual(fairscale: Any) -> Outcome:
     module = Both()
     built = [torch.optim.Adam(model[key].parameters(), lr=0.05) for key in "ab"]
     if fairscale is None:
-        optimizers: list[Any] = list(built)
+        optimizers = list(built)
     else:
         optimizers = [fairscale.optim.oss.OSS(params=o.param_groups, optim=type(o), **o.defaults) for o in built]
-        run: Any = fairscale.nn.data_parallel.ShardedDataParallel(module, sharded_optimizer=optimizers)
+        run = fairscale.nn.data_parallel.ShardedDataParallel(module, sharded_optimizer=optimizers)
     for x in batches():
         for index, key in enumerate("ab"):
             for name, part in model.items():
@@ -197,7 +194,7 @@ def hugging_face_simple(fairscale: Any) -> Outcome:
         return oss, scaler
 
     optimizer, scaler = build()
-    run: Any = DistributedDataParallel(model)
+    run = DistributedDataParallel(model)
     if fairscale is not None:
         run = fairscale.nn.data_parallel.ShardedDataParallel(model, optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10))
@@ -250,8 +247,8 @@ def espnet_gan(fairscale: Any) -> Outcome:
     model = Gan()
     parts = [model.generator.parameters(), model.discriminator.parameters()]
     if fairscale is None:
-        optimizers: list[Any] = [torch.optim.Adam(part, lr=0.01, betas=(0.5, 0.9)) for part in parts]
-        run: Any = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizers = [torch.optim.Adam(part, lr=0.01, betas=(0.5, 0.9)) for part in parts]
+        run = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         oss = fairscale.optim.oss.OSS
         optimizers = [oss(params=part, optim=torch.optim.Adam, lr=0.01, betas=(0.5, 0.9)) for part in parts]

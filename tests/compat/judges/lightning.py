@@ -51,8 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _ChildProcessObserver.__init__.__defaults__ = (0.05,)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    trainer: Any = TRAINER if ENGINE == "theirs" else JudgedStrategy
-    fabric: Any = FABRIC if ENGINE == "theirs" else JudgedFabricStrategy
+    trainer = TRAINER if ENGINE == "theirs" else JudgedStrategy
+    fabric = FABRIC if ENGINE == "theirs" else JudgedFabricStrategy
     for registry, theirs, judged in (
         (lightning.pytorch.strategies.StrategyRegistry, TRAINER, trainer),
         (lightning.fabric.strategies.STRATEGY_REGISTRY, FABRIC, fabric),

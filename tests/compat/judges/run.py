@@ -117,7 +117,7 @@ def outcomes(front: Front, checkout: Path, engine: str, tests: Sequence[str] = (
     Returns:
         Test -> what :class:`.record.Record` writes.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for paths, environment in front.runs:
         chosen = [test for test in tests if test.split("::")[0].startswith(paths)] if tests else list(paths)
         if chosen:

@@ -41,8 +41,8 @@ def fabric_of(engine: str, precision: str = "32-true") -> lightning.Fabric:
     warnings.filterwarnings("ignore", module="lightning")
     own = DDPStrategy(cluster_environment=Launched())
     strategy = own if engine == "lightning" else FabricStrategy(engine)
-    ranks: Any = torch.distributed.get_world_size()
-    given: Any = {"precision": precision}
+    ranks = torch.distributed.get_world_size()
+    given = {"precision": precision}
     if precision == "16-mixed":  # which is bf16 to Lightning on a CPU
         given = {"plugins": MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))}
     return lightning.Fabric(accelerator="cpu", devices=ranks, strategy=strategy, **given)
@@ -94,7 +94,7 @@ def every_case(engine: str) -> dict[str, dict[str, Any]]:
 def refused() -> dict[str, str]:
     """Map each thing that is refused to the error's type and text."""
 
-    tried: dict[str, Any] = {
+    tried = {
         "precision": lambda: run("fsdp2", precision="bf16-true"),
         "directory": lambda: run("fsdp2", save=tempfile.gettempdir()),
     }

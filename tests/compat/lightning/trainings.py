@@ -140,8 +140,8 @@ class Adversaries(lightning.LightningModule):
 
 def adversaries(engine: str) -> dict[str, Any]:
     """Case -> losses, weights and calls of the forward, or what is said: of calls past the engine, and the like."""
-    found: dict[str, Any] = {}
-    cases: dict[str, dict[str, Any]] = {case: {} for case in ("", "toggle", "scaled", "clipped", "own")}
+    found = {}
+    cases = {case: {} for case in ("", "toggle", "scaled", "clipped", "own")}
     if engine != "lightning":
         cases |= {case: {} for case in ("past", "clip", "steps", "nosync")}
     if engine in ("fsdp", "fsdp2"):
@@ -152,7 +152,7 @@ def adversaries(engine: str) -> dict[str, Any]:
         unused = {"find_unused_parameters": True} if engine in ("ddp", "lightning") else settings
         plugins = [scaled(torch.amp.GradScaler("cpu", init_scale=1024.0))] if case == "scaled" else []
         theirs = engine == "lightning"
-        strategy: Any = DDPStrategy(cluster_environment=Launched(), **unused) if theirs else Strategy(engine, **unused)
+        strategy = DDPStrategy(cluster_environment=Launched(), **unused) if theirs else Strategy(engine, **unused)
         trainer = trainer_of(strategy, callbacks=[weights], plugins=plugins)
         said = told_by(functools.partial(trainer.fit, module, loader()))
         trained = {"losses": module.losses, "state": weights.state, "calls": module.calls}
@@ -180,7 +180,7 @@ def strategy_of(engine: Any, **settings: Any) -> Any:
 def trainer_of(engine: Any, epochs: int = 1, settings: dict[str, Any] | None = None, **arguments: Any) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    quiet: dict[str, Any] = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
     quiet["enable_checkpointing"] = any(isinstance(each, ModelCheckpoint) for each in arguments.get("callbacks", ()))
     arguments.setdefault("devices", torch.distributed.get_world_size())
     strategy = strategy_of(engine, **(settings or {}))
@@ -336,7 +336,7 @@ def finetuned(engine: str, folder: str, **settings: Any) -> list[dict[str, Any]]
 
 
 def _without_optimizer() -> Module:
-    module: Any = Module()
+    module = Module()
     module.configure_optimizers = lambda: None
     return module  # type: ignore[no-any-return]
 
@@ -354,8 +354,8 @@ def refused() -> dict[str, str]:
         settings = {"save_distributed_checkpoint": parts}
         return lambda: trainer_of("fsdp2", 1, settings, **arguments).fit((module or Module)(), loader())
 
-    own_scaler: Any = type("OwnScaler", (torch.amp.GradScaler,), {})
-    tried: dict[str, Any] = {
+    own_scaler = type("OwnScaler", (torch.amp.GradScaler,), {})
+    tried = {
         "precision": fit_with(precision="bf16-true"),
         "devices": fit_with(devices=1),
         "without": fit_with(_without_optimizer),
@@ -430,7 +430,7 @@ def sampled(domain: int, data: int) -> dict[str, Any]:
     shard_domain(model, whole["domain"])
     module = Module()
     module.operator = model
-    found: dict[str, Any] = {}
+    found = {}
     for name, settings in (("mesh", {"device_mesh": whole["data"]}), ("domain", {}), ("plain", {})):
         trainer = trainer_of("fsdp2", 1, settings)
         trainer.strategy.connect(module if name == "domain" else Module())
@@ -473,7 +473,7 @@ class Counted(EMAWeightAveraging):
         with CommDebugMode() as mode:
             super().on_train_batch_end(*given)
         self.sent += mode.get_total_counts()
-        average: Any = self._average_model
+        average = self._average_model
         self.held = sum(parameter.nbytes for parameter in average.module.parameters())
 
     def _swap_models(self, pl_module: Any) -> None:
@@ -487,7 +487,7 @@ class Counted(EMAWeightAveraging):
 
 def averaged(engine: str, folder: str) -> dict[str, Any]:
     """With an average of the weights, whole and gone on from the last file, and the average's own numbers."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, epochs, path in (("whole", 3, None), ("half", 2, None), ("last", 3, "last")):
         keep = ModelCheckpoint(dirpath=f"{folder}/{'half' if path else name}", save_last=True)
         average = Counted() if name == "whole" else EMAWeightAveraging(decay=0.7, update_every_n_steps=2)
@@ -509,8 +509,8 @@ def average_in_a_file(engine: str, folder: str) -> dict[str, Any]:
     """Files with an average that are written after ``fit``: after one that ended, one that was interrupted, one that
     has not begun to average, where ranks were not made alike, the same from its file on, and one with a search for the
     rate. What is tested then, and with the first file."""
-    found: dict[str, Any] = {}
-    cases: dict[str, list[Callback]] = {name: [] for name in ("ended", "late", "goes on")}
+    found = {}
+    cases = {name: [] for name in ("ended", "late", "goes on")}
     cases["interrupted"] = [Fails()]
     cases["search"] = [LearningRateFinder(num_training_steps=4, update_attr=False)]
     for name, more in cases.items():
@@ -578,7 +578,7 @@ def again(engine: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module, units = Listed(), {"auto_wrap_policy": {nn.Linear}} if engine in ("fsdp", "fsdp2") else {}
     kind, parameters, members = type(module), dict(module.named_parameters()), set(vars(module))
-    found: dict[str, Any] = {"tested": [], "states": []}
+    found = {"tested": [], "states": []}
 
     def trainer() -> lightning.Trainer:
         return trainer_of(engine, 1, units)
@@ -609,7 +609,7 @@ def again(engine: str) -> dict[str, Any]:
 def left_in_parts() -> dict[str, Any]:
     """Where hosts have no room for whole weights, and where ranks write their own parts: tests, and a second fit, which
     needs room."""
-    found: dict[str, Any] = {}
+    found = {}
     for case in ("no room", "own files"):
         torch.manual_seed(0)
         module = Module()

@@ -166,7 +166,7 @@ def test_an_argument_that_no_engine_can_honour() -> None:
 
 def test_what_does_not_go_together() -> None:
     check_arguments(_arguments(), types.SimpleNamespace(), {"backend": "ddp"})
-    refused: tuple[tuple[dict[str, Any], dict[str, Any], Any, str], ...] = (
+    refused = (
         ({}, {}, "fsdp2", "a dict of arguments of fsshard.wrap"),
         ({"n_gpu": 2}, {}, {}, "2 GPUs and one process"),
         ({"bf16": True}, {}, {"mixed_precision": "bf16"}, "choose one"),

@@ -45,7 +45,7 @@ def t5() -> Any:
 
 def gpt2() -> Any:
     """A causal model, whose labels are shifted."""
-    sizes: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "vocab_size": WORDS}
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": LENGTH, "vocab_size": WORDS}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
 
 
@@ -117,7 +117,7 @@ def trainer_of(engine: Any, folder: str, model: Any, **given: Any) -> Any:
         "seed": 7, "optim": "adamw_torch",
     } | given  # fmt: skip
     words = samples()
-    arguments: dict[str, Any] = {"train_dataset": words, "eval_dataset": words}
+    arguments = {"train_dataset": words, "eval_dataset": words}
     arguments["compute_metrics"] = metrics if generates else None
     args = (transformers.Seq2SeqTrainingArguments if generates else transformers.TrainingArguments)(**settings)
     own, ours = (transformers.Seq2SeqTrainer, Seq2SeqTrainer) if generates else (transformers.Trainer, Trainer)
@@ -215,7 +215,7 @@ def around(engine: str, folder: str) -> dict[str, Any]:
     made = trainer_of("hf", folder, t5(), max_grad_norm=0.0)
     words = samples()
     given = {"train_dataset": words, "eval_dataset": words, "optimizers": (optimizer, schedule)}
-    own: Any = Halved if engine == "hf" else HalvedOverOurs
+    own = Halved if engine == "hf" else HalvedOverOurs
     trainer = own(model, made.args, **given, **({} if engine == "hf" else {"fsshard": {"backend": engine}}))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
@@ -289,7 +289,7 @@ def by_two_trainers(engine: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = t5()
     kind, parameters = type(model), list(model.parameters())
-    given: dict[str, Any] = {"max_grad_norm": 0.0, "save_strategy": "epoch"}
+    given = {"max_grad_norm": 0.0, "save_strategy": "epoch"}
     first = trainer_of(engine, folder, model, **given)
     busy = MakesAnother()
     if engine != "hf":
@@ -345,7 +345,7 @@ def files(folder: str) -> list[str]:
 
 def written_over(folder: str) -> dict[str, Any]:
     """Checkpoints of one kind in the folders that an earlier run has filled with the other, and a mixed one."""
-    found: dict[str, Any] = {}
+    found = {}
     plain = {"eval_strategy": "no", "save_strategy": "epoch", "max_grad_norm": 0.0, "num_train_epochs": 1}
     for first in (True, False):
         for parts in (first, not first):
@@ -390,7 +390,7 @@ def counted_t5() -> Any:
 def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """Return what T5 lacks: its own loss is a mean already."""
     logits = outputs.logits.flatten(0, 1)
-    total: Tensor = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
     return total / num_items_in_batch
 
 

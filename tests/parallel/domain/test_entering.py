@@ -29,7 +29,7 @@ def job_bad_input() -> dict[str, tuple[str, str]]:
     domain, across = shard_domain(model, mesh["domain"]), shard_domain(other, mesh["data"])
     rank = mesh["domain"].get_local_rank()
     x, pair = field(9, 8), field(9, 8, batch=2)
-    inputs: dict[str, Any] = {
+    inputs = {
         "fewer rows than ranks": lambda: model(domain.scatter(field(1, 8))),
         "another domain": lambda: model(across.scatter(x)),
         "rows of a loader": lambda: model(x[:, :, : 7 if rank else 4].contiguous()),

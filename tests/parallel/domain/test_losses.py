@@ -30,13 +30,13 @@ def job_losses() -> dict[str, float]:
 
     found = {}
     with in_double():
-        domain: Domain = shard_domain(operator(TWO), mesh_of(1, 4)["domain"])
+        domain = shard_domain(operator(TWO), mesh_of(1, 4)["domain"])
         x, y = field(17, 6), field(17, 6, seed=1)
         lp, own = LpLoss(d=2, p=2), domain.LpLoss(d=2, p=2)
         cubic, own_cubic = LpLoss(d=2, p=3, reduction="mean"), domain.LpLoss(d=2, p=3, reduction="mean")
         first, own_first = LpLoss(d=2, p=1, measure=2.0), domain.LpLoss(d=2, p=1, measure=2.0)
         h1, own_h1 = H1Loss(d=2, periodic_in_x=False), domain.H1Loss(d=2, periodic_in_x=False)
-        cases: dict[str, tuple[Any, Any]] = {
+        cases = {
             "L2": (lp, own),
             "L2, absolute": (lp.abs, own.abs),
             "L3": (cubic, own_cubic),
@@ -50,7 +50,7 @@ def job_losses() -> dict[str, float]:
         }
         for name, (plain, split) in cases.items():
             found[name] = apart(plain, split, domain, x, y)
-        pencils: Domain = shard_domain(operator(THREE), mesh_of(1, 2, 2)["dx", "dy"])
+        pencils = shard_domain(operator(THREE), mesh_of(1, 2, 2)["dx", "dy"])
         x, y = field(7, 5, 6), field(7, 5, 6, seed=1)
         found["L2 of pencils"] = apart(LpLoss(d=3).abs, pencils.LpLoss(d=3).abs, pencils, x, y)
         found["H1 of pencils"] = apart(H1Loss(d=3), pencils.H1Loss(d=3), pencils, x, y)
@@ -115,7 +115,7 @@ def test_neuraloperators_own_refuse_slabs(ranks: Any) -> None:
 
 def job_means() -> dict[str, Any]:
     """torch's losses of slabs of 4 + 4 rows are taken; of 5 + 4 refused, and what the error says is followed."""
-    found: dict[str, Any] = {}
+    found = {}
     with in_double():
         model = operator(TWO)
         domain = shard_domain(model, mesh_of(1, 2)["domain"])

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
 
 def one_step(model: Any, x: Tensor, loss_of: Any, more: dict[str, Any]) -> Tensor:
     """The output; gradients are left in the model."""
-    out: Tensor = model(x, **{key: value for key, value in more.items() if key != "lower"})
+    out = model(x, **{key: value for key, value in more.items() if key != "lower"})
     loss_of(out).backward()
     return out.detach()
 
@@ -95,7 +95,7 @@ def job_parity() -> dict[str, tuple[float, float]]:
 
 
 def one_shape(model: Any, x: Tensor, more: dict[str, Any]) -> Tensor:
-    out: Tensor = model(x, **{key: value for key, value in more.items() if key != "lower"})
+    out = model(x, **{key: value for key, value in more.items() if key != "lower"})
     return out
 
 
@@ -109,7 +109,7 @@ def job_single() -> dict[str, Any]:
     """In float32: bits at several numbers of ranks, and layers whose code names cfloat."""
     from neuralop.layers.fno_block import FNOBlocks
 
-    found: dict[str, Any] = {}
+    found = {}
     x, y = field(16, 16), field(16, 16, seed=1)
     for ranks in (1, 2, 4):
         model = operator(TWO)
@@ -166,7 +166,7 @@ def job_engine(backend: str, settings: dict[str, Any], recompute: bool, weights:
     mesh = mesh_of(2, 2)
     model = operator(settings)
     domain = shard_domain(model, mesh["domain"], weights=weights)
-    more: dict[str, Any] = {"activation_checkpointing": {SpectralConv}} if recompute else {}
+    more = {"activation_checkpointing": {SpectralConv}} if recompute else {}
     if weights == "modes":
         more |= {"device_mesh": mesh["data"], "replicated": domain.replicated}
     wrapped = fsshard.wrap(model, backend=backend, **more)

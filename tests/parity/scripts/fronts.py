@@ -118,7 +118,7 @@ def lightning(model: Net) -> None:
             return samples()
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    on: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    on = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
     Trainer(max_epochs=1, **on, **quiet).fit(Module())
 
 

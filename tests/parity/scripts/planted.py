@@ -467,9 +467,6 @@ def halves(loss: Tensor) -> None:
     (loss / 2).backward()
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
-
-
 def compared(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> ScriptReport:
     """Train twice, recorded, and compare."""
     for name, change in (("old", old), ("new", new)):

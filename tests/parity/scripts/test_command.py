@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 def job_slower(folder: Path) -> None:
     """Train as the script does, at half the rate after the first step, in a rank that is there already."""
-    script: dict[str, Any] = {}
+    script = {}
     exec(SCRIPT, script)
     with fsshard.trace(folder):
         script["train"](dist.get_rank(), 0.05)

@@ -55,7 +55,7 @@ def script(
         file = folder / f"rank{rank}.jsonl"
         append(file, dataclasses.replace(HEADER, rank=rank, world_size=size))
         for number in range(first, steps):
-            change: dict[str, Any] = {"gradients": {"w": (4.0 + number, 3)}}  # which are not clipped
+            change = {"gradients": {"w": (4.0 + number, 3)}}  # which are not clipped
             change |= {"models": [*models]} if number == first else {}
             append(file, dataclasses.replace(STEP, step=number, **(change | (late if number == steps - 1 else {}))))
     return folder
@@ -218,9 +218,7 @@ def test_repeats_that_were_recorded_otherwise(tmp_path: Path) -> None:
 
 def test_how_to_bound_what_may_be_rounding_is_told(tmp_path: Path) -> None:
     """Unless something else differs, or nothing may round."""
-    near: dict[str, Any] = {
-        "sketches": {"weight": {"w": sketch(torch.full((3,), 1 + 2.0**-20))}, "buffer": {"count": ONE}}
-    }
+    near = {"sketches": {"weight": {"w": sketch(torch.full((3,), 1 + 2.0**-20))}, "buffer": {"count": ONE}}}
     old, new = script(tmp_path / "old"), script(tmp_path / "new", **near)
     found = compare_scripts(old, new)
     assert found.verdict == "different" and found.hint == str(found).splitlines()[-1]
@@ -262,7 +260,7 @@ def test_models_that_are_called_in_another_order(tmp_path: Path, same_start: boo
     """By the bits of what has the same name, or the shapes, if all is other; their buffers and states move along."""
     wide = sketch(torch.zeros(5))
     models = [MODEL, dataclasses.replace(MODEL, weights={"w": ONE if same_start else wide, "v": ZERO})]
-    late: dict[str, Any] = {"gradients": {}}
+    late = {"gradients": {}}
     names = [["w", "model1.w", "model1.v"], ["model1.w", "w", "v"]]
     kinds = [("weight", ""), ("buffer", "b"), ("state", ": step")]
     values = [ONE, TWO, TWO]
@@ -280,9 +278,6 @@ def test_a_model_that_one_script_has_more(tmp_path: Path) -> None:
     sketches = {"weight": {"w": TWO, "model1.w": ONE}, "buffer": {}}
     found = compare_scripts(script(tmp_path / "old", 1), script(tmp_path / "new", 1, more, sketches=sketches))
     assert found.causes[0] == "parameters of the new script alone: model1.w" and "model1.w" in found.sentence
-
-
-# --------------------------------------------------------------------------------------------------------------- names
 
 
 def test_names_that_only_moved() -> None:

@@ -318,8 +318,8 @@ def job_unusual(folder: Path, kind: str) -> None:
 
     torch.manual_seed(0)
     dtype = torch.complex64 if kind in ("conjugate", "complex loss") else torch.float32
-    model: nn.Module = Unusual(3, 2, dtype=dtype)
-    given: list[Any] = [torch.ones(4, 3, dtype=dtype)]
+    model = Unusual(3, 2, dtype=dtype)
+    given = [torch.ones(4, 3, dtype=dtype)]
     if kind == "sparse gradient":
         model, given = nn.Embedding(5, 3, sparse=True), [torch.tensor([1, 2, 1])]
     elif kind == "sparse":
@@ -471,7 +471,7 @@ def test_deepspeed_is_recorded_when_it_has_gathered(ranks: Any, tmp_path: Path) 
 
 def job_memory(folder: Path) -> tuple[int, int]:
     """Return how many tensors were gathered, and how many of those before were held each time."""
-    gathered: list[weakref.ref[torch.Tensor]] = []
+    gathered = []
     held, original = 0, whole._full
 
     def counting(value: torch.Tensor) -> torch.Tensor:

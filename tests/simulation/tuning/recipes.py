@@ -56,7 +56,7 @@ def samples(rank: int, world_size: int, number: int) -> Tensor:
 
 def square(model: Any, batch: Tensor) -> Tensor:
     """A number."""
-    loss: Tensor = model(batch).square().mean()
+    loss = model(batch).square().mean()
     return loss
 
 

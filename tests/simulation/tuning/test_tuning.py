@@ -96,7 +96,7 @@ def _units(one: Tried) -> Any:
 
 def test_the_code_gives_the_winner(found: TuneResult, monkeypatch: pytest.MonkeyPatch) -> None:
     for one in (found.winner, found.frontier[-1]):
-        given: dict[str, Any] = {}
+        given = {}
         monkeypatch.setattr(fsshard, "wrap", lambda model, given=given, **settings: given.update(settings))
         exec(dataclasses.replace(found, winner=one).code(), {"model": None})
         again = simulated(given)
@@ -137,7 +137,7 @@ def test_the_picture_has_every_plan(found: TuneResult) -> None:
 
 @pytest.mark.long
 def test_for_gpus_activations_may_go_to_the_host() -> None:
-    given: dict[str, Any] = {"world_size": 4, "backend": "fsdp2", "device": "cuda", "limit": 8}
+    given = {"world_size": 4, "backend": "fsdp2", "device": "cuda", "limit": 8}
     tuned = fsshard.tune(RECIPE, **given)
     choices = [one.candidate.settings.get("activation_checkpointing") for one in tuned.tried]
     away = [choice for choice in choices if getattr(choice, "offload_to_cpu", False)]
@@ -152,7 +152,7 @@ def test_the_machine_decides_which_plan_is_fast() -> None:
     def machine(**constants: float) -> Machine:
         return dataclasses.replace(MACHINES["cpu"], name="mine", **constants)
 
-    given: dict[str, Any] = {"world_size": 4, "backend": "fsdp2", "memory": "1GiB", "limit": 4}
+    given = {"world_size": 4, "backend": "fsdp2", "memory": "1GiB", "limit": 4}
     slow_calls = fsshard.tune(RECIPE, machine=machine(collective=1.0, sent=1e15), **given)
     slow_wires = fsshard.tune(RECIPE, machine=machine(collective=1e-12, sent=1.0), **given)
     assert slow_calls.winner.collectives == min(one.collectives for one in slow_calls.tried)
@@ -193,7 +193,7 @@ def test_a_search_does_not_go_on_without_the_process_that_simulates(monkeypatch:
 
 def test_bad_input_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Simulator, "ask", lambda *_: pytest.fail("it ran"))
-    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+    wrong = [
         ({"backend": "fsdp9"}, UnknownBackend, "fsdp9"),
         ({"backend": []}, ConfigurationError, "backend="),
         ({"world_size": 0}, ConfigurationError, "world_size=0"),
@@ -246,7 +246,7 @@ def test_arrangements_of_ranks() -> None:
 
 def test_meshes_are_searched_where_nodes_make_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Simulator, "ask", lambda _, function, *arguments: function(*arguments))
-    asked: dict[str, Any] = {"backend": "fsdp2", "device": "cuda", "limit": 1, "activation_checkpointing": False}
+    asked = {"backend": "fsdp2", "device": "cuda", "limit": 1, "activation_checkpointing": False}
     asked["auto_wrap_policy"] = "auto"
     tuned = fsshard.tune(RECIPE, world_size=4, machine=SLOW, memory="1GiB", meshes=("replicate", "shard"), **asked)
     # Shards within a node: between nodes each rank sends only its own shard of the gradients.
@@ -272,7 +272,7 @@ def sent_to(one: Tried, *, neighbour: bool) -> float:
 def test_orders_of_a_mesh_that_divides_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dimension that sends most is that of neighbours in the faster order."""
     monkeypatch.setattr(Simulator, "ask", lambda _, function, *arguments: function(*arguments))
-    asked: dict[str, Any] = {"backend": "ddp", "device": "cuda", "limit": 1, "activation_checkpointing": False}
+    asked = {"backend": "ddp", "device": "cuda", "limit": 1, "activation_checkpointing": False}
     meshes = [{"data": 2, "tp": 2}, {"tp": 2, "data": 2}]
     recipe = "examples.mesh_recipes:weather"
     tuned = fsshard.tune(recipe, world_size=4, machine=SLOW, memory="1GiB", meshes=meshes, **asked)
@@ -308,7 +308,7 @@ def job_made_mesh() -> tuple[tuple[int, ...], str]:
     """Wrap by the settings of a result whose winner has a mesh."""
     candidate = Candidate(backend="fsdp2", mesh={"replicate": 2, "shard": 2})
     estimate = SimpleNamespace(device="cpu")
-    winner: Any = SimpleNamespace(candidate=candidate, estimate=estimate)
+    winner = SimpleNamespace(candidate=candidate, estimate=estimate)
     result = TuneResult(name="", world_size=4, memory=None, winner=winner, tried=(), aliases={}, failed={})
     settings = result.settings
     model = fsshard.wrap(Tower(), **settings)

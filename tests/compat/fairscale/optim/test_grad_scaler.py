@@ -94,7 +94,7 @@ def test_the_ranks_of_the_process_group_decide(kind: str, expected: list[float])
     rank = dist.get_rank()
     group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
     _, optimizer = stepping(float("inf") if rank == 0 else 8.0, OSS, group=group)
-    kinds: dict[str, Any] = {"pair": lambda: Scaler(8.0, process_group=group), "plain": lambda: ours.GradScaler(8.0)}
+    kinds = {"pair": lambda: Scaler(8.0, process_group=group), "plain": lambda: ours.GradScaler(8.0)}
     scaler = start(kinds.get(kind, lambda: Scaler(8.0))())
     scaler.step(optimizer)
     scaler.update()
@@ -197,12 +197,12 @@ def trained(sharded: bool, kind: str, dtype: torch.dtype) -> tuple[list[float], 
     """Five steps, the third of which overflows on rank 1 alone; two optimizers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5, dtype=dtype), nn.Linear(5, 2, dtype=dtype))
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     if kind == "ours":
         scaler = (Scaler if sharded else ours.GradScaler)(init_scale=64.0, growth_interval=2)
     if sharded:
-        optimizers: list[Any] = [OSS(half.parameters(), torch.optim.Adam, lr=0.01) for half in model]
-        wrapped: Any = ShardedDataParallel(model, optimizers)
+        optimizers = [OSS(half.parameters(), torch.optim.Adam, lr=0.01) for half in model]
+        wrapped = ShardedDataParallel(model, optimizers)
     else:
         optimizers = [torch.optim.Adam(half.parameters(), lr=0.01) for half in model]
         wrapped = nn.parallel.DistributedDataParallel(model)

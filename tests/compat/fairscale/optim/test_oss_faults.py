@@ -65,7 +65,7 @@ def test_nothing_but_trainable_parameters_is_sent(trunk: bool) -> None:
     model[0].requires_grad_(not trunk)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = OSS(model.parameters(), lr=0.1, momentum=0.9)
-    sent: list[int] = []
+    sent = []
     calls = {"broadcast": dist.broadcast, "all_reduce": dist.all_reduce}
 
     def counting(name: str) -> Any:
@@ -232,7 +232,7 @@ LIGHTNING += ["Adafactor", "SparseAdam"]
 
 def lightning(kind: str, name: str) -> Any:
     model = ddp(mlp())
-    optimizer: Any = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
     if kind == "oss":
         optimizer = OSS(params=optimizer.param_groups, optim=type(optimizer), **optimizer.defaults)
     if name != "SparseAdam":  # takes sparse gradients only
@@ -256,7 +256,7 @@ def test_row_23_built_from_the_defaults_of_another() -> None:
 
 
 def cycled(kind: str, name: str) -> Any:
-    lr_scheduler: Any = torch.optim.lr_scheduler
+    lr_scheduler = torch.optim.lr_scheduler
     model = ddp(mlp())
     if name == "OneCycleLR":
         optimizer = build(kind, model.parameters(), torch.optim.AdamW, lr=0.01)

@@ -69,7 +69,7 @@ def first_tensor(output: Any) -> Tensor:
 
 def trained(module: nn.Module, *args: Any, steps: int = 2, **kwargs: Any) -> dict[str, Tensor]:
     """Everything that a few steps compute: outputs, gradients, parameters, buffers, random numbers."""
-    found: dict[str, Tensor] = {}
+    found = {}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(3)
     for step in range(steps):
@@ -118,7 +118,7 @@ def test_memory_is_that_of_the_inputs() -> None:
     """Autograd keeps the input of a wrapped block, and nothing of what it computed."""
 
     def kept(module: nn.Module, x: Tensor) -> int:
-        sizes: list[int] = []
+        sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             module(x)
         return sum(sizes)
@@ -559,7 +559,7 @@ def test_where_we_are(library: Any) -> None:
 
 
 def test_contexts_by_hand() -> None:
-    seen: list[bool] = []
+    seen = []
     with ours.enable_checkpointing(), ours.enable_recomputing():
         assert ours.is_checkpointing() and ours.is_recomputing()
         thread = threading.Thread(target=lambda: seen.append(ours.is_checkpointing() or ours.is_recomputing()))

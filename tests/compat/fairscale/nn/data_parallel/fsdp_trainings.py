@@ -47,7 +47,7 @@ class TwoHeads(nn.Module):
         self.body = tied()
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.body(self.first(x))
+        output = self.body(self.first(x))
         return output
 
 
@@ -60,7 +60,7 @@ class Twice(nn.Module):
         self.a, self.b = kind(nn.Linear(5, 5)), nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.b(self.a(torch.relu(self.a(x))))
+        output = self.b(self.a(torch.relu(self.a(x))))
         return output
 
 
@@ -72,7 +72,7 @@ class Viewed(nn.Module):
         self.linear = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear(x).sin().unsqueeze(0).squeeze(0)
+        output = self.linear(x).sin().unsqueeze(0).squeeze(0)
         return output
 
 
@@ -239,7 +239,7 @@ def told_by(call: Callable[[], Any]) -> str:
 
 
 def from_every_rank(value: Any) -> list[Any]:
-    shared: list[Any] = [None] * dist.get_world_size()
+    shared = [None] * dist.get_world_size()
     dist.all_gather_object(shared, value)
     return shared
 

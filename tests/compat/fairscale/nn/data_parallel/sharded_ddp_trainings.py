@@ -79,8 +79,8 @@ def build(
         if kind == "hand":
             return ByHand(module, group), optimizer
         return DistributedDataParallel(module, process_group=group, find_unused_parameters=True), optimizer
-    oss: Any = OSS if kind == "ours" else real_oss.OSS
-    wrap: Any = ShardedDataParallel if kind == "ours" else real_parallel.ShardedDataParallel
+    oss = OSS if kind == "ours" else real_oss.OSS
+    wrap = ShardedDataParallel if kind == "ours" else real_parallel.ShardedDataParallel
     optimizer = oss(parameters, group=group, **settings)
     return wrap(module, optimizer, process_group=group, **kw), optimizer
 
@@ -96,7 +96,7 @@ def batch(step: int, rank: int | None = None, rows: int = 4) -> Tensor:
 
 
 def loss_of(wrapped: Any, step: int, *args: Any) -> Tensor:
-    loss: Tensor = wrapped(batch(step), *args).float().square().mean()
+    loss = wrapped(batch(step), *args).float().square().mean()
     return loss
 
 
@@ -348,7 +348,7 @@ def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor
     """One optimizer, two modules, a wrapper each; one of them gets a layer later."""
     first, second = mlp(1), mlp(2)
     whole = nn.ModuleList([first, second])
-    optimizer: Any = torch.optim.Adam(whole.parameters(), lr=0.01) if kind == "ddp" else OSS(whole.parameters(), **ADAM)
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.01) if kind == "ddp" else OSS(whole.parameters(), **ADAM)
 
     def wrap(module: nn.Module) -> Any:
         return DistributedDataParallel(module) if kind == "ddp" else ShardedDataParallel(module, optimizer)
@@ -428,7 +428,7 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)]
     if mode == "blocks":
-        module: nn.Module = nn.Sequential(*(checkpoint_wrapper(block) for block in blocks))
+        module = nn.Sequential(*(checkpoint_wrapper(block) for block in blocks))
     elif mode == "reentrant, used again":
         module = UsedAgain()
     elif mode == "reentrant, tied":
@@ -437,7 +437,7 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     else:
         module = nn.Sequential(*(map(Reentrant, blocks) if mode == "reentrant" else blocks))
     wrapped, optimizer = build(kind, module, **kw)
-    called: Any = wrapped
+    called = wrapped
     if kind == "ours" and mode.startswith("wrapper"):
         called = Reentrant(wrapped) if mode == "wrapper, reentrant" else checkpoint_wrapper(wrapped)
     for step in range(4):
@@ -454,7 +454,7 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
 @contextlib.contextmanager
 def warnings_of(name: str) -> Iterator[list[str]]:
     """The warnings of a logger."""
-    found: list[str] = []
+    found = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(name).addHandler(handler)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -187,7 +186,7 @@ def test_gradients_of_two_backwards_are_added(backwards: str) -> None:
 @on_ranks()
 def test_clipping(norm_type: float) -> None:
     """Norms of 150 elements are sums in another order: 150 eps of the norm, and so of gradients and steps."""
-    norms: dict[bool, list[float]] = {True: [], False: []}
+    norms = {True: [], False: []}
 
     def body(model: Any, draw: torch.Generator) -> None:
         step(model, draw)
@@ -204,7 +203,7 @@ def test_clipping(norm_type: float) -> None:
 
 @on_ranks()
 def test_every_state_is_seen() -> None:
-    seen: list[str] = []
+    seen = []
     model = nested(bn=False)
     model[0].register_forward_hook(lambda *_: seen.append(model.training_state.name))
     output = model(torch.ones(2, 5))
@@ -320,7 +319,7 @@ def dtypes(options: dict[str, Any]) -> dict[str, Any]:
     plain[1][1].register_buffer("offset", torch.ones(1))  # type: ignore[index, operator]
     plain[1] = FSDP(plain[1], **options)
     model = FSDP(plain, **options)
-    seen: dict[str, Any] = {}
+    seen = {}
     model[0].register_forward_hook(lambda _, x, y: seen.update(input=x[0].dtype, output=y.dtype))
     model[1][1].register_forward_hook(lambda m, *_: seen.update(buffer=m.offset.dtype))
     state = trained(model)[0].state_dict()
@@ -335,7 +334,7 @@ def dtypes(options: dict[str, Any]) -> dict[str, Any]:
 def test_mixed_precision() -> None:
     low = {"input": HALF, "output": HALF, "buffer": HALF, "reduction": HALF}
     kept = {"parameter": SINGLE, "gradient": SINGLE, "saved": {SINGLE}}
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    cases = [
         ({}, {}),
         ({"fp32_reduce_scatter": True}, {"reduction": SINGLE}),
         ({"buffer_dtype": SINGLE}, {"buffer": SINGLE}),
@@ -362,7 +361,7 @@ def test_an_evaluation_with_gradients_loses_none() -> None:
 
 
 def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared: list[bool] = []
+    cleared = []
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
     for clears in (True, False):
         alone(clear_autocast_cache=clears)(torch.ones(1, 2))
@@ -373,7 +372,7 @@ def test_clear_autocast_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batch_norm_in_full_precision() -> None:
     """BatchNorm in wrappers of its own, float32 in a model that computes in float16."""
     model = auto_wrap_bn(mlp())
-    inside: set[torch.dtype] = set()
+    inside = set()
     bn = model[1][1]  # type: ignore[index]
     bn.module.module.register_forward_hook(lambda m, *_: inside.add(m.weight.dtype))
     trained(FSDP(model, mixed_precision=True))
@@ -560,7 +559,7 @@ def test_ranks_in_other_calls(call: str, other: str) -> None:
     optimizer = adam(model)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    calls: dict[str, Callable[[], Any]] = {
+    calls = {
         "gather_full_optim_state_dict": lambda: model.gather_full_optim_state_dict(optimizer),
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict({}),
@@ -903,7 +902,7 @@ class Unused(nn.Module):
         self.l2 = FSDP(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.l2(self.l(x)) - self.not_trained(x)
+        output = self.l2(self.l(x)) - self.not_trained(x)
         return output
 
 

@@ -16,7 +16,7 @@ import io
 import itertools
 import pickle
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -297,9 +297,9 @@ def test_float16_gradients_in_transit(size: int) -> None:
 
 def train_compiled(kind: str, where: str) -> list[Tensor]:
     module = mlp()
-    inside: Any = torch.compile(module, backend="eager") if where == "inner" else module
+    inside = torch.compile(module, backend="eager") if where == "inner" else module
     wrapped, optimizer = build(kind, inside, list(module.parameters()))
-    called: Any = torch.compile(wrapped, backend="eager") if where == "outer" else wrapped
+    called = torch.compile(wrapped, backend="eager") if where == "outer" else wrapped
     for step in range(3):
         optimizer.zero_grad()
         called(batch(step)).square().mean().backward()
@@ -349,7 +349,7 @@ def test_row_33_gradients_on_other_ranks() -> None:
         module = mlp()
         wrapped, optimizer = build(kind, module, **options)
         loss_of(wrapped, 0).backward()
-        found: dict[str, set[str]] = {"owner": set(), "other": set()}
+        found = {"owner": set(), "other": set()}
         for parameter, right in zip(module.parameters(), expected.parameters(), strict=True):
             same = parameter.grad is not None and torch.equal(parameter.grad, right.grad)
             what = "none" if parameter.grad is None else "mean" if same else "garbage"
@@ -408,7 +408,7 @@ def job_launches() -> list[list[str]]:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
     wrapped, optimizer = build("ours", module, reduce_buffer_size=150)
-    rounds: list[list[str]] = []
+    rounds = []
     launch = gradient_buckets.GradientBucket.launch
 
     def launched(self: Any, arrived: set[int]) -> None:
@@ -618,7 +618,7 @@ def test_refused() -> None:
 
     module = mlp()
     wrapped = wrap(module)
-    calls: dict[str, Callable[[], Any]] = {
+    calls = {
         "SGD": lambda: ShardedDataParallel(module, torch.optim.SGD(module.parameters())),
         "empty": lambda: ShardedDataParallel(module, []),
         "no parameters": lambda: ShardedDataParallel(nn.Flatten(), OSS(module.parameters(), lr=0.1)),
@@ -654,7 +654,7 @@ def test_refreshing() -> None:
     ):
         module = mlp()
         wrapped, _ = build("ours", module, **options)
-        refreshed: list[None] = []
+        refreshed = []
         refresh = wrapped.refresh_trainable
         wrapped.refresh_trainable = lambda refresh=refresh, told=refreshed: told.append(refresh())
         with trainings.warnings_of("fsshard") as warned:

@@ -57,7 +57,7 @@ def shape(module: nn.Module) -> Any:
 def test_wrap_is_function_and_package(package: Any) -> None:
     name = package.__name__
     assert inspect.isfunction(package.nn.wrap) and inspect.ismodule(sys.modules[f"{name}.nn.wrap"])
-    found: dict[str, Any] = {}
+    found = {}
     exec(f"from {name}.nn.wrap import auto_wrap, enable_wrap, wrap", found)
     assert found["wrap"] is package.nn.wrap and found["auto_wrap"] is package.nn.auto_wrap
     exec(f"from {name}.nn.wrap.auto_wrap import ConfigAutoWrap", found)
