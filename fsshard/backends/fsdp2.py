@@ -48,6 +48,7 @@ from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.nested import grad_tensors
 from fsshard.planning.entries import Cut, Entry
 from fsshard.planning.plan import Plan, Unit
+from fsshard.planning.text import is_count
 from fsshard.planning.torch_settings import KEEP_GATHERED
 from fsshard.torch_private.autograd import current_graph_task_id, queue_callback
 from fsshard.torch_private.fsdp2 import (
@@ -160,7 +161,7 @@ class FSDP2Backend(TorchShardedBackend):
         if not isinstance(fast, bool):
             raise ConfigurationError(f"fast_collectives={fast!r}: expected a bool")
         merge = settings.options.get("merge_below", 0)
-        if isinstance(merge, bool) or not isinstance(merge, int) or merge < 0:
+        if not is_count(merge, least=0):
             raise ConfigurationError(f"merge_below={merge!r}: expected a number of bytes; 0 merges nothing")
         order = settings.options.get("backward_prefetch", "BACKWARD_PRE")
         if getattr(order, "name", order) != "BACKWARD_PRE":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.flattened import Flattened, class_in_front, factorised_classes
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError
+from fsshard.planning.text import is_count
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ADAPTER = "_lora"
@@ -71,7 +72,7 @@ def lora(
 
 def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, list[str]]:
     """Return the names of the parameters to adapt in each module that holds some; raise for what cannot be."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not is_count(rank):
         raise ConfigurationError(f"fsshard.lora: rank={rank!r}: expected a number, 1 or more")
     if not isinstance(target, str):
         raise ConfigurationError(f"fsshard.lora: target={target!r}: expected a regular expression for names")

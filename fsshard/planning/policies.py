@@ -201,7 +201,7 @@ def _picked(table: ModuleTable, policy: object, complex_owners: Collection[nn.Mo
         return _torch_policy(table, policy)
     if isinstance(policy, Collection):
         return _by_class(table, policy)
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, nn.Module):
         return _by_callable(table, policy)
     raise ConfigurationError(
         f"auto_wrap_policy={policy!r}: expected 'auto', None, a module class, a set of classes or their names, a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -22,7 +23,7 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(spelled)
 
 
-def is_count(value: object, least: int = 1) -> bool:
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
     """Return whether an argument is a whole number from ``least`` on; True is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

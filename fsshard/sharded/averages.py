@@ -16,6 +16,7 @@ from fsshard.comm.agreement import Channel, exchange
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError, FsshardError, OptimizerError, RankMismatch, StateDictError
 from fsshard.planning.entries import Entry
+from fsshard.planning.text import is_count
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
 from fsshard.sharded.optimizer_checks import OptimizerRequest
@@ -71,7 +72,7 @@ class EMA:
             )
         if not callable(decay) and not (isinstance(decay, (int, float)) and 0 <= decay <= 1):
             raise ConfigurationError(f"fsshard.EMA: decay={decay!r}: expected a number from 0 to 1, or a function")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if not is_count(every):
             raise ConfigurationError(f"fsshard.EMA: every={every!r}: expected a number of calls, 1 or more")
         self.model = model
         self.decay = decay

@@ -18,6 +18,7 @@ from torch import Tensor
 from fsshard.backends.base import Backend
 from fsshard.comm.watchdog import taking_part
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
+from fsshard.planning.text import is_count
 
 LOOKS = 2
 """Loops in which buffers are compared before and after."""
@@ -153,7 +154,7 @@ def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def check_leaves(leaves: object, ranks: int) -> None:
     """Raise ConfigurationError unless a step of so many leaves has one tree on this number of ranks."""
-    if isinstance(leaves, bool) or not isinstance(leaves, int) or leaves < 1:
+    if not is_count(leaves):
         raise ConfigurationError(f"model.leaves({leaves!r}): expected a number of micro-batches, such as 8")
     if ranks & (ranks - 1):
         lower = 1 << ranks.bit_length() - 1

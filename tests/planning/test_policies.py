@@ -194,7 +194,7 @@ SIZE = "expected a positive number of bytes"
     ("policy", "text"),
     [
         *((policy, SET) for policy in (set(), [], {3}, [Block, None], [nn.Linear(1, 1)])),
-        *((policy, "auto_wrap_policy=") for policy in ("all", "", 1e8, object(), b"auto")),
+        *((policy, "auto_wrap_policy=") for policy in ("all", "", 1e8, object(), b"auto", nn.Linear(1, 1))),
         *((policy, SIZE) for policy in (0, -1, True, False)),
         ("tuned", r"wrap\(model, \*\*fsshard\.tune\(.*\)\.settings\)"),
         (torch_wrap.CustomPolicy(lambda m: {"sharding_strategy": 2} if isinstance(m, Block) else False), "per module"),
