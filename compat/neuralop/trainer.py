@@ -26,7 +26,8 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 from .batches import EvaluationLoader, Reduction, loss_reduction, set_epoch, undivided
 from .training_state import load_training_state, save_training_state
 
-Metrics = dict[str, Any]  # by name: errors, times, learning rates
+# Errors, times and learning rates, by name.
+Metrics = dict[str, Any]
 
 log = logging.getLogger("fsshard")
 

@@ -44,7 +44,8 @@ from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 from fsshard.wrapping import wrap
 
-Arguments = Mapping[str, Any]  # of wrap(), or fields of a recipe, by name
+# Arguments of wrap(), or fields of a recipe, by name.
+Arguments = Mapping[str, Any]
 
 # The optimizer makes its state in the first one; one step is enough after _make_state().
 STEPS = 2

@@ -128,12 +128,11 @@ def job_trained(
     return losses, model.state_dict(), after
 
 
-ON_MESH = {"mesh": (2, 2)}
 CASES = [
     *[(ranks, backend, "send", dtype, 1, {}) for ranks, dtype in ((2, "fp16"), (4, "bf16")) for backend in BACKENDS],
     *[(1, backend, field, "bf16", 3, {}) for field in ("send", "reduce") for backend in (*BACKENDS, "none")],
     *[(2, backend, field, "bf16", 3, {}) for field in ("send", "reduce") for backend in BACKENDS],
-    *[(4, backend, field, "bf16", 3, ON_MESH) for field in ("send", "reduce") for backend in ("fsdp2", "fairscale")],
+    *[(4, each, field, "bf16", 3, {"mesh": (2, 2)}) for field in ("send", "reduce") for each in ("fsdp2", "fairscale")],
 ]
 
 

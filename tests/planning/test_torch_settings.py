@@ -57,8 +57,6 @@ def outcomes(ranks: Any, backend: str, settings: list[dict[str, Any]]) -> list[s
     return found
 
 
-# ------------------------------------------------------------------------------------------ sharding_strategy
-
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
 TAKES = {
     "none": STRATEGIES,

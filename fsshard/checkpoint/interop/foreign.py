@@ -23,7 +23,8 @@ from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
-Names = dict[str, str]  # of what is tied, or of files, by name
+# By name: the first name of what is tied, or a file.
+Names = dict[str, str]
 
 log = logging.getLogger("fsshard")
 KINDS = ("safetensors", "hf", "torch", "dcp", "deepspeed", "neuralop")

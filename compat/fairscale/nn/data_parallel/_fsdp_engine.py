@@ -30,7 +30,8 @@ from fsshard.torch_private.modules import (
 
 from ._fsdp_state import UnsupportedHere, clean
 
-Place = tuple[nn.Module, str]  # a module, and the name of a parameter in it
+# A module, and the name of a parameter in it.
+Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True, eq=False)
