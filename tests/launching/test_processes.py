@@ -291,7 +291,7 @@ def test_functions_that_ranks_could_not_import(bare: pytest.MonkeyPatch) -> None
     for fn in (lambda ctx: None, closure, functools.partial(closure)):
         with pytest.raises(LaunchError, match=r"cannot be pickled; .* top level of a module"):
             launch(fn, 2)
-    with pytest.raises(LaunchError, match="^nprocs"):  # a function in C does not tell what it takes
+    with pytest.raises(LaunchError, match="nprocs"):  # a function in C does not tell what it takes
         launch(max, 999_999)
     with pytest.raises(LaunchError, match="fn: expected a function that"):
         launch("train", 2)
