@@ -15,6 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -195,7 +196,7 @@ class Backend(ABC):
 
     def before_forward(self, *, training: bool) -> None:
         """Called before each forward through :class:`~fsshard.sharded.module.ShardedModule`."""
-        flags = [entry.parameter.requires_grad for entry in self.all]
+        flags = list(map(_takes_gradient, self.all))
         self._deviates = flags != self._flags
         # What is frozen for a reference pass without gradients (DPO) has a graph that awaits its backward.
         if self._deviates and torch.is_grad_enabled():
@@ -238,8 +239,8 @@ class Backend(ABC):
         return not functorch_transforms_active() and any(map(_is_accumulated, self.leaves()))
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield the tensors to which autograd adds gradients."""
-        return (entry.parameter for entry in self.all if entry.parameter.requires_grad)
+        """Return the tensors to which autograd adds gradients."""
+        return map(_parameter_of, filter(_takes_gradient, self.all))
 
     def derivatives_of(self, output: Tensor) -> list[Tensor]:
         """Return this rank's derivatives of a number by each whole stored parameter; nothing else changes.
@@ -411,6 +412,11 @@ def _region(unit: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
             region.update(dict.fromkeys(_region(child, others)))
     region[unit] = None
     return list(region)
+
+
+# A function of Python would be a call for each parameter and step.
+_parameter_of: Callable[[Entry], nn.Parameter] = attrgetter("parameter")
+_takes_gradient: Callable[[Entry], bool] = attrgetter("parameter.requires_grad")
 
 
 def _is_accumulated(leaf: Tensor) -> bool:

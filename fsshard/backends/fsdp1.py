@@ -490,8 +490,9 @@ class _DerivativePasses:
 
     def __init__(self, backend: FSDP1Backend) -> None:
         self._backend = weakref.ref(backend)
-        self._group = backend.settings.group
-        self._kept = False
+        self._around_gather = taking_part(backend.settings.group, "FSDP's gather, in backward")
+        # Whether the memory of units stays.
+        self.keeps = False
         # The graph task of the pass that takes a derivative.
         self._task: int | None = None
         # The graph task at whose end memory is let go.
@@ -501,15 +502,13 @@ class _DerivativePasses:
         # Handles to whose flat parameter a hook was added.
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Name the rank that a gather in a backward has lost; a forward does so as a whole."""
+    def gather(self, unshard: Callable[[], None]) -> None:
+        """Gather a unit, and name the rank that a gather in a backward has lost; a forward does so as a whole."""
         if current_graph_task_id() == -1:
-            return contextlib.nullcontext()
-        return taking_part(self._group, "FSDP's gather, in backward")
-
-    def keeps(self) -> bool:
-        """Return whether the memory of units stays."""
-        return self._kept
+            unshard()
+            return
+        with self._around_gather:
+            unshard()
 
     def is_running(self) -> bool:
         """Return whether the pass under way takes a derivative, and keeps its graph."""
@@ -522,10 +521,10 @@ class _DerivativePasses:
         if backend is None or task == -1:
             return False
         if self._task != task:
-            if not (self._kept or keeps_graph()) or backend.accumulates():
+            if not (self.keeps or keeps_graph()) or backend.accumulates():
                 return False
             self._task = task
-            self._kept = True
+            self.keeps = True
             self._passed.clear()
             # A pass that raises does not call it, which has_raised() tells.
             queue_callback(self._put_back)
@@ -544,7 +543,7 @@ class _DerivativePasses:
         def show_weights() -> None:
             known = passes()
             backend = None if known is None else known._backend()
-            if known is None or backend is None or not known._kept or current_graph_task_id() == -1:
+            if known is None or backend is None or not known.keeps or current_graph_task_id() == -1:
                 return
             for unit, handle in backend.handles_of(name):
                 if is_idle(unit):
@@ -558,7 +557,7 @@ class _DerivativePasses:
 
     def abandon(self) -> None:
         """Keep nothing of a pass that has raised."""
-        self._kept = False
+        self.keeps = False
         self._task = None
         self._ending = None
         self._passed.clear()
@@ -577,7 +576,7 @@ class _DerivativePasses:
         """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
         backend = self._backend()
         # Autograd.grad runs this hook, too.
-        if not self._kept or backend is None or self.takes_derivative(None):
+        if not self.keeps or backend is None or self.takes_derivative(None):
             return
         root = backend.engine
         if not root._post_backward_callback_queued:
@@ -596,14 +595,15 @@ class _DerivativePasses:
                 reduce_unheard(unit)
 
     def backward_ends(self) -> None:
-        """Show the parameters of frozen units in their modules."""
-        if (backend := self._backend()) is not None:
+        """Show the parameters of frozen units in their modules, on one rank."""
+        backend = self._backend()
+        if backend is not None and backend.shard_group.size() == 1:
             for _, handle in backend._handles:
                 show_frozen(handle)
 
     def let_go(self) -> None:
         """Free what is gathered, and keep nothing from here on."""
-        self._kept = False
+        self.keeps = False
         self._ending = None
         if (backend := self._backend()) is not None:
             backend.drop_whole()
@@ -809,7 +809,7 @@ class _Unit(nn.Module):
         return wrapped_by(self).named_children()
 
     def children(self) -> Iterator[nn.Module]:
-        yield wrapped_by(self)
+        return iter((wrapped_by(self),))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         since = forward_begins()
@@ -818,11 +818,10 @@ class _Unit(nn.Module):
             # FSDP1 frees what is frozen when the gradients of inputs have come, of which autograd.grad by one
             # of them does not tell: "A leaf node was passed to _will_engine_execute_node" (torch 2.13).
             args, kwargs = without_leaves(args, kwargs)
-        with contextlib.ExitStack() as guards:
-            if self._looks is not None and self._looks.begin():
-                guards.enter_context(self._written)
-                if self._reads is not None:
-                    guards.enter_context(self._reads)
+        if self._looks is not None and self._looks.begin():
+            with self._written, self._reads or contextlib.nullcontext():
+                output = super().forward(*args, **kwargs)
+        else:
             output = super().forward(*args, **kwargs)
         hook_bases(self, output, since)
         return output

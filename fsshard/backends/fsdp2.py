@@ -40,6 +40,7 @@ from fsshard.complex_params.flattened import class_in_front, has_own_layout, sto
 from fsshard.complex_params.pairs import Form, real_dtype
 from fsshard.complex_params.parameter_records import mark_stale, new_record
 from fsshard.complex_params.replaced import attributes_of
+from fsshard.complex_params.shard_tensors import shard_tensor
 from fsshard.complex_params.shown import held_dtensor
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
@@ -58,10 +59,12 @@ from fsshard.torch_private.fsdp2 import (
     broken_off,
     cut_by,
     drop_accumulated,
+    make_gradients,
     param_groups,
     place_of,
     prepare_class,
     sharded_data,
+    state_of,
 )
 from fsshard.torch_private.modules import call_hooks, load_state_dict_post_hooks
 from fsshard.torch_private.tensors import version_of
@@ -222,6 +225,7 @@ class FSDP2Backend(TorchShardedBackend):
                     attributes = attributes_of(entry.parameter)
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
+        self._state = state_of(self.module)
         self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
@@ -308,6 +312,7 @@ class FSDP2Backend(TorchShardedBackend):
             entry.parameter.__dict__.update(old.__dict__)
             entry.parameter.__class__ = cast(Any, held_dtensor())
             new_record(entry.parameter).drops = self.step.dropped, entry.name
+            make_gradients(self._torchs[entry.name], shard_tensor())
             # FSDP2 shards as torch.chunk does, so that the last ranks can have fewer rows, or none.
             rows, *row = entry.parameter.shape
             entry.group = self.shard_group
@@ -430,8 +435,10 @@ class FSDP2Backend(TorchShardedBackend):
                 gradient.detach().zero_()
 
     def leaves(self) -> Iterator[Tensor]:
-        whole = (getattr(part, UNSHARDED_PARAM, None) for part in self._torchs.values())
-        return (tensor for tensor in whole if tensor is not None and tensor.requires_grad)
+        for part in self._torchs.values():
+            whole = getattr(part, UNSHARDED_PARAM, None)
+            if whole is not None and whole.requires_grad:
+                yield whole
 
     def before_forward(self, *, training: bool) -> None:
         self._versions = []
@@ -444,7 +451,7 @@ class FSDP2Backend(TorchShardedBackend):
             self._freeze_gathered()
         if self.step.stage is Stage.DERIVED and not self._kept.keeps:  # by a derivative of which nothing is left
             self._reduce_again()
-        if broken_off(self.module) and current_graph_task_id() == -1:
+        if broken_off(self._state) and current_graph_task_id() == -1:
             # FSDP2 would take the next backward for the one that has raised, and reduce none of its gradients, silently
             # (torch 2.13). Those of the broken one are lost.
             self._reduce_again()

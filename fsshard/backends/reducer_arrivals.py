@@ -51,19 +51,13 @@ class ReplicatedModel:
             _replicated.pop(parameter, None)
 
 
-def check_step(optimizer: Optimizer, *, foreign: bool) -> None:
+def check_step(optimizer: Optimizer) -> None:
     """Look whether an optimizer that is about to step would step each rank's own gradients.
-
-    Args:
-        optimizer: any.
-        foreign: it is the user's own, which nobody else looks at.
 
     Raises:
         OptimizerError: a backward runs, and DDP sends its gradients when all have arrived.
     """
     in_backward = current_graph_task_id() >= 0
-    if not (foreign or in_backward):
-        return
     firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
     for replicated in filter(None, map(_replicated.get, firsts)):
         if in_backward and replicated.backend() is not None:
@@ -130,7 +124,6 @@ class Arrivals:
 
     def forward_begins(self) -> None:
         """Called when a forward with gradients begins. Collective where something is left to send."""
-        self._count_unseen()
         self._send_the_rest()
         # A forward of a recomputed block is within a backward.
         if current_graph_task_id() < 0:
@@ -146,7 +139,8 @@ class Arrivals:
         """Called when a backward through such a forward's output begins (in its graph task)."""
         task = current_graph_task_id()
         if self._task != task:
-            self._count_unseen()
+            if self._came:
+                self._count_unseen()
             self._task = task
             queue_callback(self._end)
 
@@ -156,7 +150,6 @@ class Arrivals:
         Raises:
             OptimizerError: gradients have arrived that nobody sends.
         """
-        self._count_unseen()
         self._send_the_rest()
         if self._has_strayed and self._engine.process_group.size() > 1:
             raise OptimizerError(
@@ -167,7 +160,8 @@ class Arrivals:
 
     def drop(self) -> None:
         """Called when gradients are dropped: none is left that nobody sends."""
-        self._count_unseen()
+        if self._came:
+            self._count_unseen()
         self._has_strayed = False
 
     def _count_unseen(self) -> None:
@@ -208,6 +202,8 @@ class Arrivals:
             self.expecting = self._has_strayed = False
 
     def _send_the_rest(self) -> None:
+        if self._came:
+            self._count_unseen()
         if not (self.expecting and self.arrived) or self._task is not None:
             # Nothing was sent; or the backward has raised, and DDP's next forward says so.
             return

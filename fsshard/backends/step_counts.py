@@ -43,7 +43,9 @@ class StepCounts:
         if self._group is None:
             return
         count, _ = self._taken[number]
-        rates = [_number(group.get("lr")) for group in groups]
+        rates = []
+        for group in groups:
+            rates.append(_number(group.get("lr")))
         self._taken[number] = (count + 1, rates)
 
     def compare(self) -> None:

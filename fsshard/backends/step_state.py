@@ -59,13 +59,14 @@ class StepState:
             rank's, and the engine reduces them no more.
         dropped: names of the parameters whose gradient was dropped since a backward has begun.
         finished: how often gradients were made final.
+        loop: the call of ``leaves()`` whose gradients are not complete.
     """
 
     def __init__(self, name: str, transitions: Transitions) -> None:
         self._name = name
         self._transitions = transitions
         self._task: int | None = None  # the graph task of the pass that the stage comes from
-        self._loop = ""  # the call of leaves() whose gradients are not complete
+        self.loop = ""
         self._in_loop = False  # not so behind a loop that was left early
         self.stage = Stage.IDLE
         self.silence = 0
@@ -100,8 +101,8 @@ class StepState:
         self.stage = stage
         self._task = task
 
-    def begin_backward(self, hook: Callable[[Tensor], None], *, was_silent: bool) -> None:
-        """Note that the backward of a forward begins.
+    def begin_backward(self, hook: Callable[[Tensor], None], names: Iterable[str], *, was_silent: bool) -> None:
+        """Note that the backward of a forward begins, and whose gradients it leaves local; or it reduces all of them.
 
         Raises:
             ModelError: one of both is within ``no_sync()``, and the other is not.
@@ -113,6 +114,10 @@ class StepState:
             )
         self.pending.discard(weakref.ref(hook))
         self.dropped.clear()
+        if was_silent:
+            self.local.update(names)
+        else:
+            self.local.clear()
 
     @property
     def is_silent(self) -> bool:
@@ -129,13 +134,6 @@ class StepState:
             self.silence -= 1
 
     # ------------------------------------------------------------------------------------------ gradients
-
-    def note_gradients(self, names: Iterable[str], *, are_local: bool) -> None:
-        """Note whose gradients a backward that begins leaves local; one that reduces, reduces all that is held."""
-        if are_local:
-            self.local.update(names)
-        else:
-            self.local.clear()
 
     def has_local(self, names: Iterable[str]) -> bool:
         """Return whether a gradient of these parameters is this rank's own."""
@@ -154,19 +152,19 @@ class StepState:
     @contextlib.contextmanager
     def leaves(self, call: str) -> Iterator[None]:
         """Context of a loop over leaves; gradients are complete when it ends without an error."""
-        self._loop = call
+        self.loop = call
         self._in_loop = True
         try:
             yield
         finally:
             self._in_loop = False
-        self._loop = ""
+        self.loop = ""
 
     def check_complete(self, what: str) -> None:
         """Raise OptimizerError while a loop over leaves has not come to its end."""
-        if self._loop:
+        if self.loop:
             raise OptimizerError(
-                f"{what} within `for leaf in {self._loop}`, or behind a loop that was left early: its gradients are "
+                f"{what} within `for leaf in {self.loop}`, or behind a loop that was left early: its gradients are "
                 "not complete; let the loop end first, or drop them with optimizer.zero_grad()"
             )
 
@@ -174,7 +172,7 @@ class StepState:
         """Raise ModelError within a loop for what is a mean over ranks, each of which has another leaf at that time."""
         if self._in_loop:
             raise ModelError(
-                f"{what} within `for leaf in {self._loop}` would be a mean over one leaf of each rank, and so depend "
+                f"{what} within `for leaf in {self.loop}` would be a mean over one leaf of each rank, and so depend "
                 "on the number of ranks; compute it before the loop, on a batch that is the same for all ranks"
             )
 
@@ -182,8 +180,8 @@ class StepState:
         """Forget what is known of gradients that are dropped; raise OptimizerError within a loop over leaves."""
         if self._in_loop:
             raise OptimizerError(
-                f"zero_grad() within `for leaf in {self._loop}` would drop gradients of this step; call it before or "
+                f"zero_grad() within `for leaf in {self.loop}` would drop gradients of this step; call it before or "
                 "after the loop"
             )
-        self._loop = ""
+        self.loop = ""
         self.local.difference_update(names)

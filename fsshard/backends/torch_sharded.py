@@ -68,7 +68,9 @@ class UsageTracker:
 
         def mark(gradients: Sequence[Tensor | None]) -> None:
             untouched.clear()
-            used.update(name for place, name in places.items() if gradients[place] is not None)
+            for place, name in places.items():
+                if gradients[place] is not None:
+                    used.add(name)
 
         def before_forward(*_: Any) -> None:
             if not torch.is_grad_enabled():

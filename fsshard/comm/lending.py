@@ -10,7 +10,7 @@ from torch import Tensor
 # on others. So gloo is given tensors of its own over them, which let go of the memory when it has arrived.
 def lend(*buffers: Tensor) -> list[Tensor]:
     """Return tensors over the memory of ``buffers``; detached, since a view would keep its base alive."""
-    return [buffer.detach() for buffer in buffers]
+    return list(map(Tensor.detach, buffers))
 
 
 def let_go(lent: list[Tensor]) -> None:

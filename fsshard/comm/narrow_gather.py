@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsshard.comm.gloo.collectives import Gather
 from fsshard.torch_private.fsdp2_collectives import AllGather
 
 
@@ -25,9 +25,7 @@ class NarrowGather(AllGather):
         self._dtype = dtype
         self._inner = inner
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer for the whole unit."""
-        return torch.empty(*size, dtype=dtype, device=device)
+    allocate = Gather.allocate
 
     def __call__(
         self,

@@ -117,6 +117,8 @@ class taking_part:
         self._what = what
 
     def __enter__(self) -> None:
+        if self._group is None:
+            return
         check_not_inherited(self._group, self._what)
         world = dist.group.WORLD
         if world is None:

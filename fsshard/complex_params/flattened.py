@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, is_odd, kind_for
 from fsshard.complex_params.parameter_records import record_of
 from fsshard.complex_params.replaced import check_no_gradient_hooks, stored_for
-from fsshard.complex_params.shown import KEPT, PLAIN, Kept, UserParameters, run_first_from, stored_names, stored_of
+from fsshard.complex_params.shown import GRAD_FN, KEPT, PLAIN, Kept, UserParameters, stored_names, stored_of
 from fsshard.errors import ModelError, PrecisionError
+from fsshard.torch_private.autograd import disable_functorch, functorch_transforms_active, run_first
 from fsshard.torch_private.tensors import version_of
 
 LISTED = "_fsshard_flat"
@@ -94,10 +95,27 @@ def _view_property(name: str, kind: Kind) -> property:
             or shown._fsshard_trains != stored.requires_grad
             or shown.data_ptr() != stored.data_ptr()
         ):
-            return kept.show(name, stored, own_kind)
-        if shown._fsshard_written != version_of(stored):
-            # An optimizer has written it; the next use makes new nodes.
-            run_first_from(shown, stored)
+            shown = kept.show(name, stored, own_kind)
+            if kept.get(name) is not shown:
+                return shown
+        is_current = shown._fsshard_written == version_of(stored)
+        # FSDP1's views, which are no leaves, are new at every forward.
+        if is_current or not stored.is_leaf or torch.is_inference_mode_enabled():
+            return shown
+        # An optimizer has written it, so that autograd makes its nodes anew. Gradients go on from them to the stored
+        # parameter as soon as they are there, as they reach a bare one: the engine of autograd runs the youngest node
+        # first, and a view of an earlier forward is older than the hooks by which FSDP2 learns that a unit's backward
+        # has ended, which would find the gradient missing; and all reductions would wait for the end of the backward.
+        # Past __setattr__, which would be called once per weight and step.
+        shown.__dict__["_fsshard_written"] = version_of(stored)
+        if functorch_transforms_active():
+            with disable_functorch():
+                node = GRAD_FN.__get__(shown)
+        else:
+            node = GRAD_FN.__get__(shown)
+        while node is not None and (inputs := node.next_functions):
+            run_first(node)
+            node = inputs[0][0]
         return shown
 
     return property(get)
@@ -140,7 +158,9 @@ class Flattened(nn.Module):
                 self.__dict__[name] = value
                 return
             # FSDP2, two times in each step: what nn.Module does with a leaf in the place of another.
-            is_leaf = isinstance(value, nn.Parameter) and value.grad_fn is None and stored_of(value) is value
+            is_leaf = (
+                isinstance(value, nn.Parameter) and value.grad_fn is None and "_fsshard_stored" not in value.__dict__
+            )
             if is_stored and is_leaf and name not in self.__dict__ and not value.is_complex():
                 parameters[name] = value
                 return

@@ -28,14 +28,13 @@ from fsshard.torch_private.autograd import (
     disable_functorch,
     functorch_transforms_active,
     is_functorch_wrapped,
-    run_first,
 )
 from fsshard.torch_private.compiling import disable_dynamo
-from fsshard.torch_private.tensors import DATA, GRAD, IS_PARAMETER, LOCAL_TENSOR, version_of
+from fsshard.torch_private.tensors import DATA, GRAD, IS_PARAMETER, LOCAL_TENSOR
 
 KEPT = "_fsshard_shown"
 """Attribute of a module that shows its user's parameters: a :class:`Kept`."""
-_GRAD_FN: Any = Tensor.grad_fn
+GRAD_FN: Any = Tensor.grad_fn
 PLAIN = (Tensor, nn.Parameter)
 _SWAPPED = "_fsshard_swapped"
 """Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
@@ -302,7 +301,8 @@ class Kept(dict[str, Shown]):
         shown = _show(stored, kind)
         # A copy or a shard is shown for one access only.
         if type(shown) is Shown and _is_plain(stored) and shown.data_ptr() == stored.data_ptr():
-            run_first_from(shown, stored)
+            # Its nodes are older than what the engine does from here on.
+            shown.__dict__.pop("_fsshard_written", None)
             self[name] = shown
         return shown
 
@@ -396,7 +396,7 @@ def _follow(shown: Any, stored: Tensor) -> bool:
     # When a parameter has been written in place, autograd makes a view of a view again from the offset that it had in
     # memory when it was made (torch 2.13): its gradient would go to other elements, or nowhere.
     try:
-        node = _GRAD_FN.__get__(shown)
+        node = GRAD_FN.__get__(shown)
     except RuntimeError:
         # The new memory is shorter than that offset.
         return False
@@ -435,26 +435,6 @@ def _marked(value: Any, stored: Tensor, kind: Kind) -> Any:
     value._fsshard_kind = kind
     value._fsshard_trains = stored.requires_grad
     return value
-
-
-def run_first_from(shown: Tensor, stored: Tensor) -> None:
-    """Let gradients go on from the view to the stored parameter as soon as they are there, as they reach a bare one."""
-    # The engine of autograd runs the youngest node first. A view of an earlier forward is older than the hooks by which
-    # FSDP2 learns that a unit's backward has ended, which would find the gradient missing; and all reductions would
-    # wait for the end of the backward.
-    if not stored.is_leaf or torch.is_inference_mode_enabled():
-        # FSDP1's views are new at every forward.
-        return
-    # Past __setattr__, which would be called once per weight and step.
-    shown.__dict__["_fsshard_written"] = version_of(stored)
-    if functorch_transforms_active():
-        with disable_functorch():
-            node = _GRAD_FN.__get__(shown)
-    else:
-        node = _GRAD_FN.__get__(shown)
-    while node is not None and (inputs := node.next_functions):
-        run_first(node)
-        node = inputs[0][0]
 
 
 class UserParameters(MutableMapping[str, Any]):

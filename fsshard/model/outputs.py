@@ -79,8 +79,6 @@ def _find_hidden(
 
 def check_output(output: Any) -> None:
     """Raise if the model's forward has returned something that computes later, when it is asked."""
-    if isinstance(output, Tensor):
-        return
     lazy = []
     for leaf in leaves(output):
         if isinstance(leaf, (Iterator, Awaitable, AsyncIterator)):

@@ -87,7 +87,7 @@ class Reduction:
                 owned.append(index)
         self._buckets: list[GradientBucket] = []
         if group.size() > 1:
-            self._buckets = self._new_buckets(owned, reduce_dtypes, bucket_elements)
+            self._buckets = self._new_buckets(owned, bucket_elements)
         self._bucket_of: dict[int, GradientBucket] = {}
         for bucket in self._buckets:
             self._bucket_of.update(dict.fromkeys(bucket.indices, bucket))
@@ -133,14 +133,12 @@ class Reduction:
                 if reduce_dtypes.get(parameter) is not None and parameter.requires_grad:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._round, index)))
 
-    def _new_buckets(
-        self, indices: Sequence[int], reduce_dtypes: Mapping[nn.Parameter, torch.dtype | None], elements: int
-    ) -> list[GradientBucket]:
+    def _new_buckets(self, indices: Sequence[int], elements: int) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
         kinds = defaultdict(list)
         for index in indices:
             parameter = self.parameters[index]
-            reduce_dtype = reduce_dtypes.get(parameter)
+            reduce_dtype = self._reduce_dtypes.get(parameter)
             kinds[reduce_dtype, reduce_dtype or real_dtype(parameter.dtype)].append(parameter)
         buckets = []
         for (reduce_dtype, _), parameters in kinds.items():

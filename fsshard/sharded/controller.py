@@ -111,7 +111,7 @@ class ModelController:
         training = backend.module.training
         divided = backend.facts.divides == "elements"
         group = backend.settings.group
-        if training or torch.is_grad_enabled() or divided:
+        if group is not None and (training or torch.is_grad_enabled() or divided):
             # Without gradients, too: DDP's second forward is collective.
             check_not_inherited(group, "the forward of a wrapped model")
         try:
@@ -140,8 +140,6 @@ class ModelController:
         if torch.is_grad_enabled():
             if backend.rank_weight is not None:
                 self._weigh_leaves()
-            if backend.facts.hooks_outputs:
-                check_output(output)
             self._watch_backward(output, since)
         return output
 
@@ -207,16 +205,19 @@ class ModelController:
                 self.backend.derivative_starts()
                 if torch.is_grad_enabled():
                     # The backward of a loss of derivatives alone does not come through here.
-                    self.step.note_gradients(self.backend.entries, are_local=self.step.is_silent)
+                    self.step.local.clear()
+                    if self.step.is_silent:
+                        self.step.local.update(self.backend.entries)
                 return
-            self.step.begin_backward(backward_starts, was_silent=was_silent)
+            self.step.begin_backward(backward_starts, self.backend.entries, was_silent=was_silent)
             self.backend.backward_starts(synchronised=not was_silent)
             if self._shared_gradients is not None:
                 self._shared_gradients.backward_starts()
-            self.step.note_gradients(self.backend.entries, are_local=was_silent)
 
         outputs = grad_tensors(output)
         if not isinstance(output, Tensor):
+            if self.backend.facts.hooks_outputs:
+                check_output(output)
             outputs += hidden_tensors(output, since)
         for tensor in outputs + bases(outputs, since):
             tensor.register_hook(backward_starts)
@@ -288,7 +289,8 @@ class ModelController:
         Raises:
             OptimizerError: every backward pass since they were dropped ran under :meth:`no_sync`.
         """
-        self.step.check_complete("a step or a norm of gradients")
+        if self.step.loop:
+            self.step.check_complete("a step or a norm of gradients")
         self.finish_backward(entries)
 
     def finish_backward(self, entries: Iterable[Entry]) -> None:

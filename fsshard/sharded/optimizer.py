@@ -57,7 +57,8 @@ from fsshard.sharded.optimizer_matrices import See, take_see
 from fsshard.sharded.optimizer_step import is_stepping, viewing_class
 from fsshard.sharded.torch_checkpoint_calls import StateOfParameters, by_name
 from fsshard.state_objects import is_plain_tensor
-from fsshard.torch_private.optimizers import mark_stepped, mark_tracked
+from fsshard.torch_private.autograd import current_graph_task_id
+from fsshard.torch_private.optimizers import STEPPED, mark_tracked
 from fsshard.torch_private.tensors import LOCAL_TENSOR, sparse_values
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_class = request.optimizer_class
         self._number = model._fsshard.step_counts.new_optimizer()
         self.model = model
+        self._around_step = taking_part(model.backend.settings.group, "optimizer.step()")
         self._under_scaler = False
         defaults = dict(local_optimizer(inner).defaults)
         # Torch's own constructor would build the groups again; this sets up hooks and profiling alone.
@@ -163,8 +165,8 @@ class ShardedOptimizer(Optimizer):
                 gradients are local, from backward passes under ``no_sync`` only, and the optimizer would look at them.
         """
         model = self.model
-        mark_stepped(self)
-        if model.plan.precision.param == torch.float16 and not model._fsshard.scaled:
+        setattr(self, STEPPED, True)
+        if model.backend.settings.plan.precision.param == torch.float16 and not model._fsshard.scaled:
             # Once for each model.
             model._fsshard.scaled = True
             warnings.warn(
@@ -172,7 +174,7 @@ class ShardedOptimizer(Optimizer):
                 "or mixed_precision='bf16'",
                 stacklevel=2,
             )
-        with taking_part(model.backend.settings.group, "optimizer.step()"):
+        with self._around_step:
             vars(self.inner)[HAS_BEGUN] = True
             model._fsshard.step_counts.took_step(self._number, self.inner.param_groups)
             if closure is not None:
@@ -214,7 +216,7 @@ class ShardedOptimizer(Optimizer):
         backend = self.model.backend
         if backend.settings.find_unused_parameters:
             return
-        unused = [name for name in backend.unused(self._group_of) if name not in backend.step.dropped]
+        unused = list(itertools.filterfalse(backend.step.dropped.__contains__, backend.unused(self._group_of)))
         if unused and len(unused) < sum(entry.parameter.requires_grad for entry in self.entries):
             # Parameters may have been replaced, which forwards of torch.compile(model) do not look at.
             check_same_parameters(backend)
@@ -719,7 +721,7 @@ def retire(optimizer: Optimizer, successor: Optimizer) -> None:
     optimizer.state.clear()
     # Torch's schedulers would warn of an order of calls that is right.
     mark_tracked(step)
-    mark_stepped(optimizer)
+    setattr(optimizer, STEPPED, True)
     optimizer.step = optimizer.zero_grad = step  # type: ignore[assignment, method-assign]
 
 
@@ -736,7 +738,8 @@ def refuse_foreign_optimizers(model: Any) -> None:
 
 def _refuse_foreign(optimizer: Optimizer) -> None:
     foreign = not isinstance(optimizer, ShardedOptimizer)
-    check_step(optimizer, foreign=foreign)
+    if foreign or current_graph_task_id() >= 0:
+        check_step(optimizer)
     if not foreign or is_stepping() or _seen.get(optimizer) == len(optimizer.param_groups):
         return
     for group in optimizer.param_groups:

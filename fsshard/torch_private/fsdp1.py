@@ -258,14 +258,12 @@ _SHOW = AREA.attribute(f"{_HANDLE}_use_sharded_views", use="gives modules the pa
 
 
 def show_frozen(handle: Any) -> None:
-    """After a backward let modules have the parameters of a unit again that is frozen, or that it did not reach.
+    """After a backward on one rank let modules have a unit's parameters again: it is frozen, or was not reached.
 
-    On one rank FSDP1 leaves its views of them there, which ``named_parameters()`` and state dicts do not find, and the
+    FSDP1 leaves its views of them there, which ``named_parameters()`` and state dicts do not find, and the
     next forward would take them for parameters that were assigned, and write them back: its catch-all believes from the
     address that it has resharded the unit (torch 2.13).
     """
-    if handle.uses_sharded_strategy:
-        return
     name, module, *_ = infos_of(handle.flat_param)[0]
     if not isinstance(getattr(module, name), nn.Parameter):
         getattr(handle, _SHOW)()
@@ -343,14 +341,13 @@ def claim_orig_params(unit: Any, claimed: bool) -> None:
 class Passes(Protocol):
     """Decides, for the units that an engine of ours builds, how a pass through them goes."""
 
-    def gathering(self) -> AbstractContextManager[Any]:
-        """Return what is entered around a gather."""
+    keeps: bool  # whether the memory of gathered units stays until their gradients have come
+
+    def gather(self, unshard: Callable[[], None]) -> None:
+        """Run ``unshard``, which gathers a unit."""
 
     def takes_derivative(self, handle: Any) -> bool:
         """Return whether the pass that begins at a unit adds to no gradient, and is followed by another."""
-
-    def keeps(self) -> bool:
-        """Return whether the memory of gathered units stays until their gradients have come."""
 
 
 def even_shards(passes: Passes) -> AbstractContextManager[None]:
@@ -388,17 +385,16 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
             self.flat_param.requires_grad = self.trains
 
         def unshard(self) -> None:
-            with passes.gathering():
-                super().unshard()
+            passes.gather(super().unshard)
 
-        def _use_unsharded_views(self, as_params: bool) -> None:
-            super()._use_unsharded_views(as_params)
-            if not as_params:
-                _leave_to_parameters(self.flat_param)
+        def _init_setattr_fns(self) -> None:
+            super()._init_setattr_fns()
+            setattr(self, _SET_PARAMETER, _put_parameter)
+            setattr(self, _SET_VIEW, _put_parameter)
 
         def _use_sharded_grad_views(self) -> None:
             super()._use_sharded_grad_views()
-            if self.uses_sharded_strategy or not self.turned:
+            if not self.turned or self.uses_sharded_strategy:
                 return
             # On one rank these are whole, and FSDP1 reads that of a transposed weight, which lies in the weight's order
             # of memory, in the order of indices: another gradient, silently (torch 2.13).
@@ -409,14 +405,14 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                     kept[index].grad = gradient.reshape(-1).as_strided(gradient.shape, strides)
 
         def reshard(self, free_unsharded_flat_param: bool) -> None:
-            if passes.keeps() and not self.trains and training_state_of(self) == "BACKWARD_POST":
+            ends = training_state_of(self) == "BACKWARD_POST"
+            if passes.keeps and ends and not self.trains:
                 # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too, whose
                 # graph the loss's backward needs. A second derivative does not come through the unit's outputs.
                 passes.takes_derivative(self)
                 setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
                 return
-            stays = passes.keeps() and training_state_of(self) != "BACKWARD_POST"
-            super().reshard(free_unsharded_flat_param and not stays)
+            super().reshard(free_unsharded_flat_param and (ends or not passes.keeps))
 
         def prepare_gradient_for_backward(self) -> None:
             if not passes.takes_derivative(self):
@@ -425,19 +421,24 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
     return _flat_handle.replaced_by(EvenFlatParamHandle)
 
 
-def _leave_to_parameters(flat: Any) -> None:
-    """Let modules hold the views of a gathered unit among their parameters, and not as plain attributes."""
-    # FSDP1 puts them into both (torch 2.13). torch.func.functional_call replaces the first and forwards read the
-    # second, so that weights which are handed in inside of a forward are ignored, silently.
-    places = [(owner, name) for name, owner, _ in infos_of(flat)]
-    places += [(owner, name) for name, owner, *_ in shared_infos_of(flat)]
-    for owner, name in places:
-        members = vars(owner)
-        if name in members:
-            members["_parameters"][name] = members.pop(name)
+_SET_PARAMETER = AREA.attribute(f"{_HANDLE}_setattr_param", use="gives a module a parameter")
+_SET_VIEW = AREA.attribute(f"{_HANDLE}_setattr_tensor", use="gives a module a view of a gathered unit in its place")
+AREA.attribute(f"{_HANDLE}_init_setattr_fns", use="sets these two")
 
 
-AREA.attribute(f"{_HANDLE}_use_unsharded_views", use="gives modules views of a gathered unit in place of parameters")
+def _put_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter of a unit, or a view in its place, among the parameters of a module."""
+    # FSDP1 puts a view into both, parameters and plain attributes (torch 2.13). torch.func.functional_call replaces the
+    # first and forwards read the second, so that weights which are handed in inside of a forward are ignored, silently.
+    members = vars(module)
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        # A class may look at what it is given; nn.Module refuses a view where it has a parameter.
+        members["_parameters"].pop(name, None)
+        setattr(module, name, tensor)
+        members.pop(name, None)
+    members["_parameters"][name] = tensor
+
+
 _GRADIENTS = AREA.attribute(f"{_HANDLE}_use_sharded_grad_views", use="gives parameters their parts of the gradient")
 AREA.attribute(
     f"{_HANDLE}_reset_flat_param_grad_info_if_needed",

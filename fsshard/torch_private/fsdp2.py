@@ -6,6 +6,7 @@ part an ``FSDPParam``, torch's record of one parameter. Nothing here imports tor
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import methodcaller
@@ -75,6 +76,29 @@ place_of: Callable[[Any], Any] = AREA.reader(
     f"{_ROOT}._fsdp_param:FSDPParam._module_info", use="where a part lies in the model: .module and .param_name"
 )
 
+_TO_SHARD = AREA.attribute(
+    f"{_ROOT}._fsdp_param:FSDPParam.to_sharded_dtensor", use="makes a DTensor of a gradient that was reduced"
+)
+_SPEC = AREA.attribute(f"{_ROOT}._fsdp_param:FSDPParam._sharding_spec", use="tells DTensors how a parameter is cut")
+
+
+def make_gradients(part: Any, kind: Any) -> None:
+    """Let the gradients of a parameter be DTensors of the class ``kind``."""
+    torchs = getattr(type(part), _TO_SHARD)
+    known = weakref.ref(part)
+
+    def to_shard(tensor: Tensor) -> Any:
+        owner = known()
+        spec = getattr(owner, _SPEC)
+        # From torch 2.15 on one of another dtype has a spec of its own.
+        if tensor.dtype != spec.tensor_meta.dtype:
+            return torchs(owner, tensor)
+        # Its __init__ does nothing, in six calls.
+        return kind.__new__(kind, tensor, spec, requires_grad=tensor.requires_grad)
+
+    setattr(part, _TO_SHARD, to_shard)
+
+
 # ------------------------------------------------------------------------------------------------ gathers
 
 _CUT = AREA.later(f"{_ROOT}._fsdp_param:_chunk_with_empty", use="cuts a parameter for all ranks")
@@ -111,9 +135,9 @@ def forward_root_of(state: Any) -> Any:
     return getattr(state, _CONTEXT).iter_forward_root
 
 
-def broken_off(root: Any) -> bool:
-    """Return whether an exception has ended the last backward; asked outside of one."""
-    return bool(getattr(state_of(root), _CONTEXT).post_backward_final_callback_queued)
+def broken_off(state: Any) -> bool:
+    """Return whether an exception has ended the last backward through a model; asked outside of one."""
+    return bool(getattr(state, _CONTEXT).post_backward_final_callback_queued)
 
 
 # Where no_sync leaves sums in the dtype of reductions (torch 2.13). From 2.15 on they are in the .grad of the whole

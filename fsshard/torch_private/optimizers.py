@@ -26,7 +26,7 @@ _TRACKED = AREA.attribute(
     use="on optimizer.step: a scheduler has wrapped it, to note its calls",
     otherwise="a scheduler may warn of an order of calls that is none",
 )
-_STEPPED = AREA.attribute(
+STEPPED = AREA.attribute(
     "torch.optim.lr_scheduler:LRScheduler._opt_called",
     use="on an optimizer: it has taken a step since its scheduler was made",
     otherwise="a scheduler may warn of an order of calls that is none",
@@ -34,13 +34,8 @@ _STEPPED = AREA.attribute(
 
 
 def mark_tracked(step: Any) -> None:
-    """Say of ``optimizer.step`` that it calls :func:`mark_stepped`."""
+    """Say of ``optimizer.step`` that it sets :data:`STEPPED`."""
     setattr(step, _TRACKED, True)
-
-
-def mark_stepped(optimizer: Any) -> None:
-    """Note a step, where schedulers look for it."""
-    setattr(optimizer, _STEPPED, True)
 
 
 _SCALES = AREA.attribute(

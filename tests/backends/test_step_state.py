@@ -78,20 +78,21 @@ def test_forward_and_backward_are_both_silent_or_both_not() -> None:
     with step.silenced():
         forward(step)
         with step.silenced():
-            step.begin_backward(hook, was_silent=True)
+            step.begin_backward(hook, (), was_silent=True)
     assert not step.is_silent and not step.pending
     with pytest.raises(ModelError, match="both be inside no_sync"):
-        step.begin_backward(hook, was_silent=True)
+        step.begin_backward(hook, (), was_silent=True)
 
 
 def test_gradients_are_local_by_parameter() -> None:
     step = state()
-    step.note_gradients(["a", "b", "c"], are_local=True)
+    with step.silenced():
+        step.begin_backward(hook, ["a", "b", "c"], was_silent=True)
     step.drop_gradients(["a"])
     step.check_reduced(["a"])
     with pytest.raises(OptimizerError, match="the gradients are local"):
         step.check_reduced(["a", "b"])
-    step.note_gradients(["a", "b", "c"], are_local=False)
+    step.begin_backward(hook, (), was_silent=False)
     step.check_reduced(["a", "b", "c"])
 
 

@@ -56,6 +56,11 @@ class Gather(AllGather):
         mine = parts[group.rank()]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        lent = lend(*(part for part in parts if part.numel()))  # as large all of them
-        works = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(lent)]
+        lent = []
+        # All parts are of one size.
+        if mine.numel():
+            lent = lend(*parts)
+        works = []
+        for rank, part in enumerate(lent):
+            works.append(dist.broadcast(part, group=group, group_src=rank, async_op=True))
         return _Broadcasts(works, lent)
