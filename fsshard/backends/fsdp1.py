@@ -216,7 +216,8 @@ class FSDP1Backend(TorchShardedBackend):
                 # The plan has made BatchNorms float32 units.
                 _module_classes_to_ignore=(),
             )
-        unit: Any = _unit_class()(
+        new_class, final_class = _unit_classes()
+        unit: Any = new_class(
             module,
             sharding_strategy=ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
             cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
@@ -228,6 +229,7 @@ class FSDP1Backend(TorchShardedBackend):
             **where,
             **settings.options,
         )
+        unit.__class__ = final_class
         shards = unit.process_group
         # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's hooks
         # (torch 2.13). NCCL's never raise there; of two ranks it adds up in the one order that there is.
@@ -289,7 +291,8 @@ class FSDP1Backend(TorchShardedBackend):
             for entry in self._entries_of(unit):
                 parameter = entry.parameter
                 names[id(parameter)] = entry.name
-                is_shown = any(slot.stored != slot.name.rpartition(".")[2] for slot in entry.slots)
+                first = entry.slots[0]
+                is_shown = first.stored != first.attribute
                 refuse_losses(parameter, entry.name)
                 watched.append((parameter, Watched(entry.name, unit.name, is_shown)))
         units: list[tuple[nn.Module, list[Place]]] = []
@@ -687,12 +690,8 @@ class _GatheredGuard:
             raise self._watched.error()
 
     def __reduce__(self) -> Any:
-        return _no_guard, ()  # a hook goes along into copies of a module
-
-
-def _no_guard() -> Any:
-    """Return the hook that a copy of a module has."""
-    return _ignore
+        # A hook goes along into copies of a module.
+        return functools.partial, (_ignore,)
 
 
 def _ignore(*_: Any) -> None:
@@ -767,8 +766,9 @@ def _of_wrapped(dictionary: str) -> property:
 
 
 class _Unit(nn.Module):
-    """FSDP1's module with attribute writes reaching the wrapped one, and with hooks on what outputs are views of."""
+    """FSDP1's module with the wrapped one's names, and with hooks on what outputs are views of."""
 
+    _modules: dict[str, Any]
     # Of the root, as the next three.
     _looks: LooksAtForwards | None = None
     _written: _WrittenGuard
@@ -798,7 +798,7 @@ class _Unit(nn.Module):
             self._passes.backward_ends()
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
-        return wrapped_by(self).named_modules(memo, prefix, remove_duplicate)
+        return self._modules[WRAPPED].named_modules(memo, prefix, remove_duplicate)
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         unit = cast(Any, self)
@@ -806,10 +806,10 @@ class _Unit(nn.Module):
         yield from super().modules(remove_duplicate)
 
     def named_children(self) -> Any:
-        return wrapped_by(self).named_children()
+        return self._modules[WRAPPED].named_children()
 
     def children(self) -> Iterator[nn.Module]:
-        return iter((wrapped_by(self),))
+        return iter((self._modules[WRAPPED],))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         since = forward_begins()
@@ -826,23 +826,27 @@ class _Unit(nn.Module):
         hook_bases(self, output, since)
         return output
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP1 forwards reads but not writes: fno_blocks.n_modes = ..., whose setter writes convs[i].n_modes, would
-        # change the wrapper and not the convolution, silently (torch 2.13).
-        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
-            inner = self.__dict__.get("_modules", {}).get(WRAPPED)
-            if inner is not None and hasattr(inner, name):
-                setattr(inner, name, value)
-                return
-        super().__setattr__(name, value)
-
 
 @functools.cache
-def _unit_class() -> type[nn.Module]:
+def _unit_classes() -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return the class that units are made as, and the one that they have from then on."""
     # It takes a second to import, and is imported when an engine is asked for.
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    class FSDPUnit(_Unit, FullyShardedDataParallel):
+    class NewUnit(_Unit, FullyShardedDataParallel):
         """What is above comes before what FSDP1 itself does."""
 
-    return FSDPUnit
+    class FSDPUnit(NewUnit):
+        """A unit with attribute writes reaching the wrapped module: those of FSDP1's constructor are its own."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            # FSDP1 forwards reads but not writes: fno_blocks.n_modes = ..., whose setter writes convs[i].n_modes, would
+            # change the wrapper and not the convolution, silently (torch 2.13).
+            if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+                inner = self.__dict__.get("_modules", {}).get(WRAPPED)
+                if inner is not None and hasattr(inner, name):
+                    setattr(inner, name, value)
+                    return
+            super().__setattr__(name, value)
+
+    return NewUnit, FSDPUnit

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fsshard.complex_params.flattened import factorised_classes, stored_in, views_of
 from fsshard.complex_params.pairs import SUFFIX, Kind
+from fsshard.errors import ModelError
 from fsshard.torch_private.modules import CHECKPOINTED
 
 
@@ -49,6 +50,14 @@ def public_name(name: str) -> str:
         return name
     parts = [part for part in name.split(".") if part != CHECKPOINTED]
     return ".".join(parts)
+
+
+def refuse_lazy(slots: Iterable[ParameterSlot]) -> None:
+    """Raise ModelError for parameters that have no shape yet: a lazy module learns it in its first forward."""
+    lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
+    if lazy:
+        names = ", ".join(lazy[:5])
+        raise ModelError(f"model: expected parameters with shapes, got lazy ones: {names}; run one forward first")
 
 
 class ModuleTable:

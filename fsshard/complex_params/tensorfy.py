@@ -28,7 +28,7 @@ from fsshard.complex_params.layouts import DTensorLayout
 from fsshard.complex_params.pairs import SUFFIX, Form, Kind, is_dtensor, kind_for
 from fsshard.complex_params.replaced import adopt, check_no_gradient_hooks, forget_replacement, restored
 from fsshard.complex_params.shown import KEPT
-from fsshard.complex_params.slots import ModuleTable, ParameterSlot
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot, refuse_lazy
 from fsshard.errors import ModelError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -56,7 +56,9 @@ def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -
         ModelError: a parameter is lazy, or a complex one has gradient hooks; nothing was changed.
     """
     table = ModuleTable(model)
-    check_tensorfiable(table.slots(), scalars=scalars, in_order=in_order)
+    slots = list(table.slots())
+    refuse_lazy(slots)
+    check_tensorfiable(slots, scalars=scalars, in_order=in_order)
     flatten_modules(table.modules, scalars=scalars, in_order=in_order)
     return model
 
@@ -81,8 +83,6 @@ def check_tensorfiable(slots: Iterable[ParameterSlot], *, scalars: bool = False,
     """Raise what :func:`tensorfy` would raise for a model with these parameters, before anything is changed."""
     for slot in slots:
         parameter = slot.parameter
-        if nn.parameter.is_lazy(parameter):
-            raise ModelError(f"parameter {slot.name!r} is lazy; run one forward before sharding so that it has a shape")
         if not slot.kind.is_plain or kind_for(parameter, scalars, in_order).is_plain:
             continue
         if isinstance(slot.owner, torch.jit.ScriptModule):

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.pairs import order_in_memory, real_dtype
-from fsshard.complex_params.slots import ModuleTable, ParameterSlot
+from fsshard.complex_params.slots import ModuleTable, ParameterSlot, refuse_lazy
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.arguments import PrecisionChoice, Recomputed, WrapPolicy
 from fsshard.planning.policies import (
@@ -186,11 +186,7 @@ def shaped_slots(table: ModuleTable) -> list[ParameterSlot]:
     slots = list(table.slots())
     if not slots:
         raise ModelError(f"model: expected parameters, got a {type(table.root).__name__} without any; use it as it is")
-    # A plan is made of shapes, which a lazy module learns in its first forward.
-    lazy = [slot.name for slot in slots if nn.parameter.is_lazy(slot.parameter)]
-    if lazy:
-        names = ", ".join(lazy[:5])
-        raise ModelError(f"model: expected parameters with shapes, got lazy ones: {names}; run one forward first")
+    refuse_lazy(slots)
     return slots
 
 
@@ -224,7 +220,7 @@ def plan_table(
         # Flat engines hold one dtype per unit.
         kept = _split_dtypes(table.root, kept, leaks)
     blocks, before = _recomputed(table, recomputed, kept, never)
-    infos = _parameter_infos(slots, _names_of_units(kept, names))
+    infos = _parameter_infos(slots, parameters, _names_of_units(kept, names))
     # These parameters keep their unit in float32.
     wide = {*complex_names}
     if mixed:
@@ -514,12 +510,12 @@ def _names_of_units(units: Reasons, names: NamesById) -> dict[int, str]:
 
 def _parameter_infos(
     slots: list[ParameterSlot],
+    parameters: list[nn.Parameter],
     of_units: NamesById,
 ) -> dict[str, ParameterInfo]:
     infos = {}
     seen = set()
-    for slot in slots:
-        parameter = slot.parameter
+    for slot, parameter in zip(slots, parameters, strict=True):
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))

@@ -405,14 +405,17 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                     kept[index].grad = gradient.reshape(-1).as_strided(gradient.shape, strides)
 
         def reshard(self, free_unsharded_flat_param: bool) -> None:
-            ends = training_state_of(self) == "BACKWARD_POST"
-            if passes.keeps and ends and not self.trains:
-                # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too, whose
-                # graph the loss's backward needs. A second derivative does not come through the unit's outputs.
-                passes.takes_derivative(self)
-                setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
-                return
-            super().reshard(free_unsharded_flat_param and (ends or not passes.keeps))
+            if passes.keeps:
+                ends = training_state_of(self) == "BACKWARD_POST"
+                if ends and not self.trains:
+                    # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too,
+                    # whose graph the loss's backward needs. A second derivative does not come through the unit's
+                    # outputs.
+                    passes.takes_derivative(self)
+                    setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
+                    return
+                free_unsharded_flat_param = free_unsharded_flat_param and ends
+            super().reshard(free_unsharded_flat_param)
 
         def prepare_gradient_for_backward(self) -> None:
             if not passes.takes_derivative(self):
