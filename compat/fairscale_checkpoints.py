@@ -176,7 +176,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
             a state and some have none, or parameters with different counts of steps.
     """
     whole = optimizer.state_dict()
-    units = fsdp_names(optimizer.model) if names is None else [list(unit) for unit in names]
+    units = fsdp_names(optimizer.model) if names is None else list(map(list, names))
     if len(whole["param_groups"]) != 1:
         raise ConfigurationError(f"{len(whole['param_groups'])} param_groups: FairScale's FSDP form has one")
     group = whole["param_groups"][0]
@@ -369,9 +369,7 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, 
         raise StateDictError("the shards of the model", missing=missing)
     joined = {}
     for backing in backings:
-        shards = []
-        for state in states[: len(backing.paddings)]:
-            shards.append(state[backing.key])
+        shards = [state[backing.key] for state in states[: len(backing.paddings)]]
         joined.update(_parts(backing, shards, backing.key))
     return joined
 
@@ -407,9 +405,7 @@ def _of_module(
         # Each rank has another module there.
         metadata = metadata[:1]
     for key, item in module["params"].items():
-        paddings = []
-        for each in metadata:
-            paddings.append(each["param_metadata"][index]["params"][key]["padding"])
+        paddings = [each["param_metadata"][index]["params"][key]["padding"] for each in metadata]
         names = [path_below(path, name) for name in item["names"]]
         yield _Backing(path_below(path, key), names, list(item["shapes"]), list(item["numels"]), paddings)
 

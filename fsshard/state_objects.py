@@ -257,9 +257,7 @@ def _filled(
         return live
     if type(value) not in (list, tuple):
         return value
-    in_order = []
-    for index, item in enumerate(value):
-        in_order.append(filled(item, _item(live, index)))
+    in_order = [filled(item, _item(live, index)) for index, item in enumerate(value)]
     if type(value) is tuple:
         return tuple(in_order)
     if type(live) is not list:

@@ -46,7 +46,7 @@ GUARDS = """
 backends/clipping: count_all_ranks _norm _of_owners _each _as_torchs
 backends/forward_guards: Watched LooksAtForwards ReadsGuard _is_asked_by_torch _name_of refuse_losses written
 backends/forward_guards: check_places
-backends/fsdp1: FSDP1Backend._watch FSDP1Backend._check_accumulation _GatheredGuard _no_guard
+backends/fsdp1: FSDP1Backend._watch FSDP1Backend._check_accumulation _GatheredGuard
 backends/fsdp1: _WrittenGuard _before_gather
 backends/fsdp2: FSDP2Backend._watch FSDP2Backend._let_the_root_be_first _before_gather
 backends/part_guards: PartsGuard _tree _before_state_dict _before_load _asked_by_torch _module_of _named

@@ -257,7 +257,7 @@ class Accelerator(StateFiles):
         own, _ = self._unscaled(parameters)
         # Not by Accelerate's, which takes DTensors and other gradients apart: torch's own counts all ranks here. Of the
         # stored parameters: those that a wrapped model shows refuse to show shards of gradients (FSDP1).
-        stored = [stored_of(parameter) for parameter in own]
+        stored = list(map(stored_of, own))
         norm: Any = nn.utils.clip_grad_norm_(stored, float(max_norm), float(norm_type))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
 

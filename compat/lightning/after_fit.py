@@ -51,7 +51,7 @@ class WrappedLightningModule(WrappedModel):
 
     def come_back_with_states(self) -> None:
         """Come back, with an :class:`EndedOptimizer` in the place of each optimizer. Collective."""
-        states = [_saved(optimizer) for optimizer in self.optimizers]
+        states = list(map(_saved, self.optimizers))
         self.come_back()
         parameters = {slot.name: slot.parameter for slot in parameter_slots(self.wrapped.module)}
         replaced = []

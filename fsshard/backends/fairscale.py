@@ -206,9 +206,9 @@ class FairScaleBackend(Backend):
         self._is_covered = False
         if self._reduction is not None:
             self._reduction.detach()
-        given = {id(parameter) for parameter in parameters}
+        given = set(map(id, parameters))
         self._optimizers = [optimizer for optimizer in self._optimizers if not _replaced(optimizer, given)]
-        own_settings = [set(group) for group in groups]
+        own_settings = list(map(set, groups))
         with self._moved(), stored_names():
             optimizer = self._oss(groups, optim=optimizer_class, group=self._owners_group, **defaults)
             _drop_settings_of_no_group(optimizer, own_settings, defaults)

@@ -617,7 +617,7 @@ def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
             table = load_state_dict_post_hooks(module)
             distinct[id(table)] = table
     tables = [*distinct.values(), *tables_of_calls]
-    before = [dict(table) for table in tables]
+    before = list(map(dict, tables))
     for table, hooks in zip(tables, before, strict=True):
         for key, hook in hooks.items():
             if str(getattr(hook, "__module__", "")).startswith(("torch.distributed", "fsshard.backends")):

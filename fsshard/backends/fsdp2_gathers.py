@@ -58,7 +58,7 @@ class ForwardPrefetch:
 
     def _follow(self, order: Sequence[Any]) -> None:
         """Let each unit gather the next; none that is called more than once, since another follows it each time."""
-        calls = [id(unit) for unit in order]
+        calls = list(map(id, order))
         for unit in self._units:
             unit.set_modules_to_forward_prefetch([])
         for one, following in pairwise(order):
@@ -98,7 +98,7 @@ class KeptGathered:
 
     def __init__(self, units: Sequence[Any], arrives: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._arrives = arrives
-        self._states = [state_of(unit) for unit in units]
+        self._states = list(map(state_of, units))
         self._before: list[tuple[Any, Any, bool]] | None = None  # what let_go() puts back: (group, mesh, flag)
         # The graph task at whose end they are let go; one that raised calls nothing.
         self._task: int | None = None

@@ -216,7 +216,7 @@ class Arrivals:
         # Zeros for what is missing let the reducer send everything; what was None stays None.
         none = [parameter for parameter in self._names if parameter.grad is None]
         with taking_gradients(missing):  # frozen since the forward
-            torch.autograd.backward(missing, [torch.zeros_like(parameter) for parameter in missing])
+            torch.autograd.backward(missing, list(map(torch.zeros_like, missing)))
         self._count_unseen()
         for parameter in none:
             parameter.grad = None

@@ -96,7 +96,5 @@ def _number(rate: Any) -> float:
 
 
 def _told(taken: list[tuple[int, list[float]]]) -> str:
-    texts = []
-    for number, (count, rates) in enumerate(taken):
-        texts.append(f"{count} steps of optimizer {number} at lr {rates}")
+    texts = [f"{count} steps of optimizer {number} at lr {rates}" for number, (count, rates) in enumerate(taken)]
     return ", ".join(texts)

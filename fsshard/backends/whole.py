@@ -327,7 +327,7 @@ def gathered(
     for row, count, padded in zip(sizes, counts, received.split(width), strict=True):
         of_rank = padded[:count]
         rows.append(of_rank.split(list(row)))
-    return [torch.cat(pieces) for pieces in zip(*rows, strict=True)]
+    return list(map(torch.cat, zip(*rows, strict=True)))
 
 
 def from_owners(

@@ -217,7 +217,7 @@ def _contents(index: Index) -> Tree:
         )
     optimizers = {}
     for name, optimizer in index.optimizers.items():
-        groups = [_group(node) for node in optimizer.groups]
+        groups = list(map(_group, optimizer.groups))
         optimizers[name] = {"class": optimizer.kind, "groups": groups}
     return {
         "id": index.id,

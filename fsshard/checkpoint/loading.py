@@ -439,7 +439,7 @@ class _Load:
                 f"{self.call}: optimizer {name!r} is a {kind}, and the state of a {saved.kind} was saved; build that "
                 f"one, or leave optimizer= out to begin with a fresh one{offer}"
             )
-        groups = [self.reader.tree(group) for group in saved.groups]
+        groups = list(map(self.reader.tree, saved.groups))
         self.groups[name] = groups
         expected = groups_by_name(optimizer)
         want = _members(expected)

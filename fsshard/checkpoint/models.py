@@ -44,9 +44,9 @@ def name_models(models: object, call: str) -> dict[str, ShardedModule]:
             raise ConfigurationError(
                 f"{call}: expected model {name!r} to be what fsshard.wrap returned, got {type(model).__name__}"
             )
-    if len({id(model) for model in models.values()}) != max(len(models), 1):
+    if len(set(map(id, models.values()))) != max(len(models), 1):
         raise ConfigurationError(f"{call}: expected different models by name, got {quoted(models) or 'none'}")
-    if len({_ranks_of(model) for model in models.values()}) > 1:
+    if len(set(map(_ranks_of, models.values()))) > 1:
         raise ConfigurationError(
             f"{call}: the models {quoted(models)} are trained by different ranks; save each to a path of its own"
         )

@@ -141,9 +141,7 @@ class Layouts:
     def _grid(self, group: dist.ProcessGroup, everyone: dist.ProcessGroup) -> tuple[int, int] | None:
         if group not in self.grids:
             all_ranks = dist.get_process_group_ranks(everyone)
-            members = []
-            for rank in dist.get_process_group_ranks(group):
-                members.append(all_ranks.index(rank))
+            members = list(map(all_ranks.index, dist.get_process_group_ranks(group)))
             self.grids[group] = _grid_of(members, len(all_ranks))
         return self.grids[group]
 
@@ -429,7 +427,7 @@ def _add_model(
             dropped[before + key] = FROZEN
         else:
             ordered.append(key)
-    shown = {backend.keys.get(key) for key in ordered}
+    shown = set(map(backend.keys.get, ordered))
     for entry in backend.entries.values():
         if entry.name in shown:
             place = f"model/{before}{entry.name}"
@@ -796,9 +794,7 @@ def _first_of(states: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
 
 def _per_rank(trees: list[Any]) -> dict[str, list[Any]]:
     """Return trees that differ, each with its own rank's tensors."""
-    renamed = []
-    for rank, tree in enumerate(trees):
-        renamed.append(_renamed(tree, f"@rank{rank}"))
+    renamed = [_renamed(tree, f"@rank{rank}") for rank, tree in enumerate(trees)]
     return {"per_rank": renamed}
 
 
@@ -858,7 +854,7 @@ def name_optimizers(
         named = {str(index): value for index, value in enumerate(optimizer)}
     else:
         named = {"optimizer": optimizer}
-    own = {id(model) for model in models.values()}
+    own = set(map(id, models.values()))
     for name, value in named.items():
         if not name or "/" in name:
             raise ConfigurationError(f"{call}: an optimizer cannot be named {name!r}; use a word without '/'")

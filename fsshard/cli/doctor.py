@@ -90,7 +90,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        findings = [asdict(finding) for finding in self.findings]
+        findings = list(map(asdict, self.findings))
         return json.dumps({"ok": self.ok, "findings": findings}, indent=1)
 
     def conclusion(self) -> list[str]:
@@ -232,7 +232,7 @@ def _requirements() -> list[Requirement]:
     except ImportError as error:
         raise MissingExtra("packaging", "cli", "fsshard doctor") from error
     try:
-        return [Requirement(text) for text in metadata.requires("fsshard") or ()]
+        return list(map(Requirement, metadata.requires("fsshard") or ()))
     except metadata.PackageNotFoundError:
         return []
 

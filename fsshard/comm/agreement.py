@@ -63,7 +63,7 @@ class Channel:
         self._place = ""
         members = dist.get_process_group_ranks(group)
         if members != list(range(self.size)):
-            listed = [str(rank) for rank in members[:8]]
+            listed = list(map(str, members[:8]))
             if self.size > 8:
                 listed.append("...")
             self.among = f" (of the group of global ranks {', '.join(listed)})"
@@ -322,9 +322,7 @@ _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 
 def _cut(rows: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
     """Return rows without what was appended to make all as long; none where there are none."""
-    texts = []
-    for row, length in zip(rows, lengths, strict=False):
-        texts.append(row[:length])
+    texts = [row[:length] for row, length in zip(rows, lengths, strict=False)]
     return texts
 
 

@@ -89,7 +89,7 @@ def check_compilation(compilation: Compilation | None, device: torch.device, pla
             "from weights; leave out one of them, or recompute the blocks"
         )
     # A checkpoint has to be around compiled units, and to be put there after they were compiled.
-    units = [public_name(name) for name in compiled_modules(plan, compilation)]
+    units = list(map(public_name, compiled_modules(plan, compilation)))
     for unit in units:
         where = "the root, which is compiled as the only unit"
         if unit:

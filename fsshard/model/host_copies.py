@@ -78,7 +78,7 @@ def to_device(copy: HostCopy) -> Tensor:
         tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
     else:
         tensor = save_on_cpu(pin_memory=True).unpack_hook(copy.packed)
-    tensor = tensor.permute([copy.order.index(dim) for dim in range(tensor.dim())])
+    tensor = tensor.permute(list(map(copy.order.index, range(tensor.dim()))))
     if copy.is_conj:
         return tensor.conj()
     return tensor

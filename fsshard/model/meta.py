@@ -150,7 +150,7 @@ class ValueSource:
             elsewhere[slot.name] = slot.parameter
         for _, real, name in self._buffers.values():
             elsewhere[name] = real
-        parameters = [self._allocate(slots) for slots in places]
+        parameters = list(map(self._allocate, places))
         buffers = self._allocate_buffers(modules)
         for slots in places:
             self._made += slots

@@ -60,7 +60,7 @@ def used_anywhere(
     """Tell of each flag whether any rank has set it. Collective."""
     used = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in used.tolist()]
+    return list(map(bool, used.tolist()))
 
 
 def runs(tensors: Iterable[Tensor], elements: int = 0) -> Iterator[list[Tensor]]:

@@ -141,7 +141,7 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
         for place, norm in of_owners.items():
             norms[first + place] = norm
         counted += reduction.parameters
-    others = with_gradient - {id(parameter) for parameter in counted}
+    others = with_gradient - set(map(id, counted))
     rest = [parameter for parameter in parameters if id(parameter) in others]
     norms_of_rest = _norms([parameter.grad for parameter in rest], norm_type)
     norms.update(enumerate(norms_of_rest, len(counted)))

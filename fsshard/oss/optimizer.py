@@ -316,7 +316,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         # The user's function: if it raises on one rank, the others must not wait for the norm.
         if filter_params_fn is not None:
             own = agree(self.group, lambda: list(filter_params_fn(own)))
-        counted = {id(parameter) for parameter in own}
+        counted = set(map(id, own))
         parameters = self._in_order_of_model()
         places = [place for place, parameter in enumerate(parameters) if id(parameter) in counted]
         norms = owned_norms(parameters, places, norm_type, self.group, self._comm_device)

@@ -93,7 +93,7 @@ def build_inner(
         accepted = {key: value for key, value in defaults.items() if key in names}
         if len(accepted) == len(defaults):
             raise
-        inner = optimizer_class([dict(group) for group in groups], **accepted)
+        inner = optimizer_class(list(map(dict, groups)), **accepted)
         for key, value in defaults.items():
             if key not in names and (key not in inner.defaults or inner.defaults[key] != value):
                 raise
@@ -129,7 +129,7 @@ class ParameterBucket:
             same_dtype.sort(key=Tensor.numel)
             self.buffers[dtype] = packed(same_dtype, dtype, device)
             self.parameters += same_dtype
-        self.as_bytes = [as_bytes(buffer) for buffer in self.buffers.values()]
+        self.as_bytes = list(map(as_bytes, self.buffers.values()))
 
 
 Buckets = dict[torch.device, dict[int, ParameterBucket]]

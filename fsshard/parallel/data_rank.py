@@ -54,7 +54,7 @@ def data_rank(mesh: Any = None) -> DataRank:
 def _dimensions(mesh: Any) -> list[int]:
     """The numbers of the dimensions whose ranks see other samples."""
     names = tuple(mesh.mesh_dim_names or ())
-    roles = [role_of(name) for name in names]
+    roles = list(map(role_of, names))
     mixed = [name for name in names if is_flattened_with_parts(name)]
     if mixed:
         raise ConfigurationError(

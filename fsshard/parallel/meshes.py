@@ -65,7 +65,7 @@ def _plain(name: str) -> str:
 
 def shape_text(mesh: Any) -> str:
     """Return a mesh for people, such as ``"a mesh (data=2, tp=2)"``."""
-    texts = [str(size) for size in mesh.shape]
+    texts = list(map(str, mesh.shape))
     names = _names(mesh)
     if names:
         texts = [f"{name}={size}" for name, size in zip(names, texts, strict=True)]
@@ -122,7 +122,7 @@ _NAMED = "_fsshard_named"
 
 def _check(mesh: Any, hybrid: bool) -> None:
     names = _names(mesh)
-    roles = [role_of(name) for name in names]
+    roles = list(map(role_of, names))
     splits = [name for name in names if role_of(name) == "model"]
     if splits or mesh.ndim != 2:
         why = "expected a 1-D DeviceMesh slice, or a 2-D one (replicas, shards)"

@@ -156,7 +156,7 @@ def measure(shadow: Shadow, recipe: Recipe, batches: MakeBatches, step: int) -> 
         )
 
     def joined() -> list[Any]:
-        return [recipe.joined(parts) for parts in batches()]
+        return list(map(recipe.joined, batches()))
 
     base = shadow.evaluate(joined)
     if base.drew:

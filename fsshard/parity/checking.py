@@ -142,7 +142,7 @@ def check_samples_apart(job: Job) -> None:
 def rerun(job: Job, reference: list[RankTrace]) -> list[RankStep]:
     """Train and compare with the reference, step by step. On every rank."""
     comparison = _RunComparison(Training(job), reference)
-    return [comparison.step(number) for number in range(job.steps)]
+    return list(map(comparison.step, range(job.steps)))
 
 
 class _RunComparison(StepComparison):

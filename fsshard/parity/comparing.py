@@ -465,7 +465,7 @@ def all_batches(ranks: Sequence[RankTrace], number: int) -> Batches:
 
 def merged(ranks: Sequence[Sequence[RankStep]]) -> list[StepReport]:
     """Return the findings of each step, of all ranks' steps."""
-    return [_merged_step(steps) for steps in zip(*ranks, strict=True)]
+    return list(map(_merged_step, zip(*ranks, strict=True)))
 
 
 def _merged_step(steps: Sequence[RankStep]) -> StepReport:

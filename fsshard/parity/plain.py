@@ -157,7 +157,7 @@ def _scalar(kind: Any, value: Any, path: str) -> Any:
 
 def _any(value: Any) -> Any:
     if isinstance(value, list):
-        return [_any(item) for item in value]
+        return list(map(_any, value))
     if isinstance(value, dict) and set(value) == {"number"}:
         return float(value["number"])
     return value

@@ -302,7 +302,7 @@ def summary(report: ParityReport) -> str:
     groups = _alike(cell for cell in report.cells if not cell.ok)
     # A fault first: that a backend was refused matters less.
     groups.sort(key=lambda cells: ("different", "failed", "refused").index(cells[0].verdict))
-    texts = [_brief(cells) for cells in groups[:MOST_NAMED]]
+    texts = list(map(_brief, groups[:MOST_NAMED]))
     unnamed = sum(map(len, groups[MOST_NAMED:]))
     if unnamed:
         texts.append(f"and {unnamed} more")

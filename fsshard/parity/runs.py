@@ -249,7 +249,7 @@ def _checked(
     """Raise for what has no meaning; return the numbers of ranks, each once."""
     if isinstance(backends, (str, Mapping)) or not isinstance(backends, Iterable) or not backends:
         raise ConfigurationError(f"backends={backends!r}: expected a list of backends, for example ['fsdp2', 'ddp']")
-    names = [engine_name(spec) for spec in backends]
+    names = list(map(engine_name, backends))
     for spec, name in zip(backends, names, strict=True):
         backend = backend_of(spec)
         if backend:
@@ -663,7 +663,7 @@ class _Record:
                 # Under any engine rounding grows alike.
                 job = replace(job, engine="ddp")
             ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
-            self._draws[one_process] = [list(draw) for draw in zip(*ranks, strict=True)]
+            self._draws[one_process] = list(map(list, zip(*ranks, strict=True)))
         return self._draws[one_process]
 
     def _note_changes(self, now: Trace) -> None:

@@ -318,7 +318,7 @@ def _as_json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_as_json_value(item) for item in value]
+        return list(map(_as_json_value, value))
     return _scalar_or_digest(value)
 
 

@@ -109,7 +109,7 @@ def _listed(given: Any) -> list[Any]:
 
 def _check_schedulers(optimizers: Sequence[Optimizer], schedulers: Sequence[object]) -> None:
     """Raise unless ``schedulers`` drive ``optimizers`` and nothing else."""
-    ids = {id(optimizer) for optimizer in optimizers}
+    ids = set(map(id, optimizers))
     for scheduler in schedulers:
         driven = [id(members[key]) for members, key in _places(scheduler, set())]
         if not driven or not ids.issuperset(driven):

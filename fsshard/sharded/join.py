@@ -92,7 +92,7 @@ class Joined:
             if self.active:
                 batch = list(itertools.islice(batches, 1))
                 if not batch:
-                    self._kept = [_own_buffers(model) for model in self._models]
+                    self._kept = list(map(_own_buffers, self._models))
             self.active = bool(batch)
             # The loop may take keys out of its batch, and a rank whose batches have ended gets it again.
             last = _copy_containers(batch) or last

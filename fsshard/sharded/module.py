@@ -535,7 +535,7 @@ def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
     if not members or not all(isinstance(model, ShardedModule) for model in members):
         kinds = ", ".join(type(model).__name__ for model in members) or "none"
         raise ConfigurationError(f"{call}: expected models that fsshard.wrap returned, got {kinds}")
-    if len({id(model) for model in members}) < len(members):
+    if len(set(map(id, members))) < len(members):
         raise ConfigurationError(f"{call}: expected different models, got one of them twice")
     return members
 

@@ -402,7 +402,7 @@ def rank_independent_text(value: object) -> str:
         items = [f"{key!r}: {rank_independent_text(item)}" for key, item in value.items()]
         return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join([rank_independent_text(item) for item in value]) + ")"
+        return "(" + ", ".join(list(map(rank_independent_text, value))) + ")"
     if isinstance(value, type) or inspect.isroutine(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return type(value).__name__

@@ -284,5 +284,5 @@ def _with_numbers(memory: Memory) -> Memory:
     for key in ("t", "H_diag", "prev_loss"):
         if memory.get(key) is not None:
             memory[key] = float(memory[key])
-    memory["ro"] = [float(value) for value in memory.get("ro") or ()]
+    memory["ro"] = list(map(float, memory.get("ro") or ()))
     return memory

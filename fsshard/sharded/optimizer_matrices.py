@@ -97,9 +97,7 @@ class Matrices:
         """Return the inverse of :meth:`state_at_rest`, for ``count`` pieces."""
         if count == 1:
             return [value]
-        pieces = []
-        for at in range(count):
-            pieces.append(map_leaves(partial(_at, at), value))
+        pieces = [map_leaves(partial(_at, at), value) for at in range(count)]
         return pieces
 
 

@@ -316,7 +316,7 @@ class View:
     def rest(self, optimizer: Any, backend: Backend) -> None:
         """Put the state of the pieces back under the engine's parameter: real, and shaped like the local part."""
         states = [optimizer.state.pop(piece, {}) for piece in self.pieces]
-        keys = {frozenset(state) for state in states}
+        keys = set(map(frozenset, states))
         if len(keys) > 1:
             raise OptimizerError(
                 f"{type(optimizer).__name__} keeps different state for different parts of {self.entry.name!r}"

@@ -380,7 +380,7 @@ class _Bucket:
                 pieces.append(piece.to(self._device))
             lengths_sent.append(length)
         sent = torch.cat(pieces)
-        lengths = [sum(of_rank) for of_rank in sizes]
+        lengths = list(map(sum, sizes))
         received = sent.new_empty(sum(lengths))
         work = dist.all_to_all_single(received, sent, lengths, lengths_sent, group=self._group, async_op=True)
 

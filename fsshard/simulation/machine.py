@@ -301,7 +301,7 @@ _ADVICE = f"known are {', '.join(MACHINES)}; `fsshard doctor --measure machine.j
 
 def to_json(machines: Iterable[Machine]) -> str:
     """Return machines as :func:`read_machines` reads them."""
-    return json.dumps({"machines": [asdict(one) for one in machines]}, indent=1)
+    return json.dumps({"machines": list(map(asdict, machines))}, indent=1)
 
 
 def read_machines(path: Path) -> list[Machine]:

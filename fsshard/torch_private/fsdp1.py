@@ -96,7 +96,6 @@ is_padding: Callable[[Any], Sequence[bool]] = AREA.reader(
 sharded_size: Callable[[Any], torch.Size] = AREA.reader(
     f"{_FLAT}_sharded_size", use="the size of one rank's shard, padded"
 )
-_FULL = AREA.attribute(f"{_FLAT}_full_param_padded", use="the memory of the whole; made by the first forward")
 _SAVED = AREA.attribute(
     f"{_FLAT}_saved_grad_shard", use="a gradient that a backward is added to, put aside while it runs"
 )
@@ -146,8 +145,7 @@ def drop_whole(unit: Any, handle: Any) -> None:
     FSDP1 keeps the root, and without resharding every unit, for a backward; where none comes, the next forward would
     compute with it, whatever has been written to the shards since (torch 2.13).
     """
-    started = hasattr(handle.flat_param, _FULL)  # made by the first forward
-    if handle.uses_sharded_strategy and started and not handle.needs_unshard():
+    if handle.uses_sharded_strategy and is_root(unit) is not None and not handle.needs_unshard():
         _reshard.value(unit, handle, True)
 
 
@@ -368,6 +366,8 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
         trains: bool  # whether one of its parameters took a gradient in the latest forward that had a graph
 
         def _init_flat_param_and_metadata(self, *args: Any, **kwargs: Any) -> None:
+            for name in (_SET_PARAMETER, _SET_VIEW):
+                setattr(self, name, _put_parameter)
             true_size, self.world_size = self.world_size, 2 * self.world_size  # only used for padding in there
             try:
                 super()._init_flat_param_and_metadata(*args, **kwargs)
@@ -386,11 +386,6 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
 
         def unshard(self) -> None:
             passes.gather(super().unshard)
-
-        def _init_setattr_fns(self) -> None:
-            super()._init_setattr_fns()
-            setattr(self, _SET_PARAMETER, _put_parameter)
-            setattr(self, _SET_VIEW, _put_parameter)
 
         def _use_sharded_grad_views(self) -> None:
             super()._use_sharded_grad_views()
@@ -426,7 +421,6 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
 
 _SET_PARAMETER = AREA.attribute(f"{_HANDLE}_setattr_param", use="gives a module a parameter")
 _SET_VIEW = AREA.attribute(f"{_HANDLE}_setattr_tensor", use="gives a module a view of a gathered unit in its place")
-AREA.attribute(f"{_HANDLE}_init_setattr_fns", use="sets these two")
 
 
 def _put_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -187,9 +187,7 @@ class CheckpointTarget:
         directory above points to (``best -> step-100``). Returns those that were removed.
         """
         with _errors(f"list {self._parent}"):
-            alike = []
-            for *_, path in _by_age(_series(self.path)):
-                alike.append(path)
+            alike = [path for *_, path in _by_age(_series(self.path))]
         spared = {self.path, *_linked(self._parent), *_linked(self._parent.parent)}
         retired = []
         for path in alike[keep:]:

@@ -352,7 +352,7 @@ def check_files(directory: str | os.PathLike[str], index: Index, names: Iterable
 
 def some(names: list[str]) -> str:
     """List a few names for a message."""
-    shown = [printable(name) for name in names[:8]]
+    shown = list(map(printable, names[:8]))
     if len(names) > 8:
         shown.append("...")
     return ", ".join(shown) or "no tensor"

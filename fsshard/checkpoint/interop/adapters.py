@@ -182,7 +182,7 @@ def _save_by_peft(
     # "auto" asks the Hub whether the embedding's size is another one.
     with _in_place(inner, whole):
         chosen = get_peft_model_state_dict(inner, blank, name, save_embedding_layers=False)
-    wanted = {id(tensor) for tensor in chosen.values()}
+    wanted = set(map(id, chosen.values()))
     # For adapters that PEFT computes of their tensors.
     wanted.update(id(blank[key]) for key in trained)
     tensors = {}

@@ -156,9 +156,7 @@ class _ZeroFolder:
         """Add what is frozen, which ZeRO-1 and 2 have in the module."""
         shapes = self._models[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
-            fragments = []
-            for model in self._models:
-                fragments.append(model["frozen_param_fragments"][name].reshape(-1))
+            fragments = [model["frozen_param_fragments"][name].reshape(-1) for model in self._models]
             module[name] = self._cut(fragments, tuple(shape), 0)
 
     def _places(self, number: int) -> Iterator[tuple[str, Shape, int]]:

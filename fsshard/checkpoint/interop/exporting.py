@@ -159,10 +159,10 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
             return []
         with live:
             name = next(iter(live.index.optimizers), None)
-            return [str(path) for path in job.write(live, name)]
+            return list(map(str, job.write(live, name)))
 
     paths = exchange(channel, work)[0]
-    return [Path(path) for path in paths]
+    return list(map(Path, paths))
 
 
 def _format(path: Path, given: str | None) -> str:
@@ -346,7 +346,7 @@ class _Export:
             elif key in index.model.extra:
                 value[key] = reader.tree(index.model.extra[key])
         if optimizer is not None:
-            groups = [reader.tree(group) for group in index.optimizers[optimizer].groups]
+            groups = list(map(reader.tree, index.optimizers[optimizer].groups))
             state = _state_by_name(reader, optimizer, groups)
             if self.format == "torch":
                 state = _numbered(state, groups)

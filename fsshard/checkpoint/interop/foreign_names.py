@@ -265,7 +265,7 @@ def known_names(optimizer: ShardedOptimizer, names: Iterable[str]) -> list[str]:
             candidate = candidate.removeprefix(PREFIX)
         return first_names.get(candidate, name)
 
-    return [known(name) for name in names]
+    return list(map(known, names))
 
 
 def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
@@ -273,7 +273,7 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     expected = []
     for index, unit in enumerate(names):
         expected += [index] * len(unit)
-    saved = [unit_of.get(number) for number in range(len(unit_of))]
+    saved = list(map(unit_of.get, range(len(unit_of))))
     if len(expected) == len(saved):
         # None: the parameter had no state.
         agrees = True
@@ -282,8 +282,8 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
         if agrees:
             return
     units = sorted({unit for unit in saved if unit is not None})
-    counts = [saved.count(unit) for unit in units]
-    sizes = {"parameters of each wrapped module": ([len(unit) for unit in names], counts)}
+    counts = list(map(saved.count, units))
+    sizes = {"parameters of each wrapped module": (list(map(len, names)), counts)}
     raise StateDictError("optimizer state", mismatched=sizes)
 
 

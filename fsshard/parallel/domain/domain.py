@@ -47,9 +47,7 @@ class DomainLpLoss(LpLoss):
         if quadrature is None:
             sizes = _whole_shape(domain, x)[-self.d :]
             measures = self.measure[-self.d :]
-            quadrature = []
-            for measure, size in zip(measures, sizes, strict=True):
-                quadrature.append(measure / size)
+            quadrature = [measure / size for measure, size in zip(measures, sizes, strict=True)]
         elif isinstance(quadrature, float):
             quadrature = [quadrature] * self.d
         power = self._power(_wide(x) - _wide(y))

@@ -101,7 +101,7 @@ class Axis:
         """Send ``pieces[i]`` to rank i, and return what came from each, of these shapes. Collective."""
         # All pieces lie in one buffer, rank after rank, in the order of all_to_all_single.
         lengths = [piece.numel() for piece in pieces]
-        received_lengths = [math.prod(shape) for shape in shapes]
+        received_lengths = list(map(math.prod, shapes))
         dtype_of = pieces[0]
         sent = dtype_of.new_empty(sum(lengths))
         received = dtype_of.new_empty(sum(received_lengths))

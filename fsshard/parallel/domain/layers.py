@@ -84,9 +84,7 @@ class DomainPaddingOfSlabs(DomainPadding):
         parts = self.domain_padding
         if isinstance(parts, (int, float)):
             parts = [float(parts)] * len(sizes)
-        widths = []
-        for part, size in zip(parts, sizes, strict=True):
-            widths.append(round(part * size))
+        widths = [round(part * size) for part, size in zip(parts, sizes, strict=True)]
         ends = [(width, width) for width in widths]
         padded_layout = []
         for axis, rows in zip(domain.axes, layout, strict=True):

@@ -105,7 +105,7 @@ def _groups(mesh: Any) -> list[dist.ProcessGroup]:
         )
     if mesh.get_coordinate() is None:
         raise ConfigurationError(f"shard_domain: rank {dist.get_rank()} is not in {shape_text(mesh)}")
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return list(map(mesh.get_group, range(mesh.ndim)))
 
 
 def domain_of(modules: Iterable[nn.Module]) -> Domain | None:

@@ -44,9 +44,7 @@ def confusable(layouts: Iterable[Layout]) -> bool:
 
 def layout_text(layout: Sequence[Shape]) -> str:
     """Return a layout for people: ``"5 + 4 + 4 + 4 rows"``."""
-    sums = []
-    for sizes in layout:
-        sums.append(" + ".join(map(str, sizes)))
+    sums = [" + ".join(map(str, sizes)) for sizes in layout]
     return " by ".join(sums) + " rows"
 
 
@@ -283,9 +281,7 @@ class Slabs:
 
     def own(self, layout: Layout) -> Sizes:
         """Return this rank's sizes along the split dimensions."""
-        own = []
-        for axis, sizes in zip(self.axes, layout, strict=True):
-            own.append(sizes[axis.rank])
+        own = [sizes[axis.rank] for axis, sizes in zip(self.axes, layout, strict=True)]
         return tuple(own)
 
     def cut(self, field: Tensor, layout: Layout) -> Tensor:
@@ -365,9 +361,7 @@ class Slabs:
     def _rows(self, shape: Shape) -> Sizes:
         """Return this rank's sizes along the split dimensions, of a slab's shape."""
         spatial = self._spatial(shape)
-        rows = []
-        for axis in self.axes:
-            rows.append(spatial[axis.dim])
+        rows = [spatial[axis.dim] for axis in self.axes]
         return tuple(rows)
 
     def even(self, sizes: Shape) -> Layout:

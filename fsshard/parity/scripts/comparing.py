@@ -60,9 +60,7 @@ class ScriptReport:
         when = "before that" if cell.verdict == "different" else "also different"
         for cause in self.causes:
             lines.append(f"{when}: {cause}")
-        moved = []
-        for old, new in self.renamed.items():
-            moved.append(f"renamed: {old} is {new} now")
+        moved = [f"renamed: {old} is {new} now" for old, new in self.renamed.items()]
         lines += moved[:MOST_RENAMED]
         more = len(moved) - MOST_RENAMED
         # All of them are in to_json().
@@ -178,9 +176,9 @@ def _compared(pair: Pair, draws: Sequence[ScriptTrace], renamed: Texts) -> Cell:
         trace = _as_trace(draw, pair)
         drawn.append(trace.ranks)
     reports = compare_traces(old, new, regrouped=not pair.same_ranks, draws=drawn, exactly=not draws)
-    cell = cell_of([_decisive(report) for report in reports], old.parameters)
+    cell = cell_of(list(map(_decisive, reports)), old.parameters)
     # Thousands of parameters in thousands of steps are equal.
-    cell.steps = [_unequal(report) for report in reports]
+    cell.steps = list(map(_unequal, reports))
     cell.backend = pair.new.name
     cell.world_size = len(pair.new.ranks)
     if cell.first_divergence is not None:

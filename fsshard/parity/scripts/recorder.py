@@ -219,7 +219,7 @@ class Recorder:
 
         ``at_once`` takes on all models that were called, whether or not they have gradients yet.
         """
-        stepped = {id(parameter) for parameter in facts.parameters_of(optimizer)}
+        stepped = set(map(id, facts.parameters_of(optimizer)))
         waiting = self._called
         self._called = []
         for reference in waiting:

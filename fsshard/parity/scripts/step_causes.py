@@ -110,8 +110,8 @@ def per_rank(tell: Callable[[Record, Record], str]) -> Tell:
 
 def samples(old: Ranks, new: Ranks) -> str:
     """Compare what models were given: rank by rank, and as one set."""
-    before = [_digests(record) for record in old]
-    now = [_digests(record) for record in new]
+    before = list(map(_digests, old))
+    now = list(map(_digests, new))
     if before == now:
         return ""
     old_rows, old_total = _all_samples(old)

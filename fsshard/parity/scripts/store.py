@@ -188,13 +188,13 @@ class ScriptTrace:
         if not files:
             problem = "no step of an optimizer is recorded here" if folder.is_dir() else "there is no such folder"
             raise TraceError(folder, "", f"{problem}; {_RECORD_AGAIN}")
-        ranks = [_read_rank(file) for file in files]
+        ranks = list(map(_read_rank, files))
         ranks.sort(key=lambda rank: rank.header.rank)
         size = ranks[0].header.world_size
         if [rank.header.rank for rank in ranks] != [*range(size)]:
             raise TraceError(folder, "", f"expected {size} files of ranks, got {len(ranks)}; {_RECORD_AGAIN}")
         reasons = {file.read_text(encoding="utf-8") for file in folder.glob(ENDED)}
-        repeats = [cls.load(one) for one in sorted(folder.glob("repeat*"))]
+        repeats = list(map(cls.load, sorted(folder.glob("repeat*"))))
         trace = cls(folder=folder, ranks=ranks, ended=sorted(reasons), repeats=repeats)
         trace._share_sketches()
         for rank in ranks:

@@ -25,7 +25,7 @@ def arrangements(meshes: Any, world_size: int) -> list[dict[str, int]]:
         )
     if all(isinstance(each, str) for each in meshes):
         return list(_all_arrangements(meshes, world_size))
-    sizes_by_name = [check_mesh(mesh) for mesh in meshes]
+    sizes_by_name = list(map(check_mesh, meshes))
     for sizes in sizes_by_name:
         if math.prod(sizes.values()) != world_size:
             raise ConfigurationError(f"meshes=: {sizes} has not world_size={world_size} ranks")
@@ -49,7 +49,7 @@ def _all_arrangements(names: Sequence[str], world_size: int) -> Iterator[dict[st
 
 def _replicas_consist_of_shards(order: Sequence[str]) -> bool:
     """Return whether replicas come before shards, as torch has it, where there are both."""
-    roles = [role_of(name) for name in order]
+    roles = list(map(role_of, order))
     if "replicas" not in roles or "shards" not in roles:
         return True
     return roles.index("replicas") < roles.index("shards")

@@ -275,7 +275,7 @@ def _draw(
 ) -> None:
     def draw(plans: Sequence[Tried], marker: str, **look: Any) -> None:
         if plans:
-            axes.plot([value(one) for one in plans], [one.peak / scale for one in plans], marker, **look)
+            axes.plot(list(map(value, plans)), [one.peak / scale for one in plans], marker, **look)
 
     kept = [one for one in result.tried if not one.recomputed]
     recomputed = [one for one in result.tried if one.recomputed]

@@ -182,7 +182,7 @@ class _Profiler(TorchDispatchMode):
         self._stack: list[tuple[int, set[int]]] = []
         # They are kept, so that no storage is freed, and its address given to another.
         self._kept: list[Tensor] = []
-        self._parameters = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._parameters = set(map(_storage, (*model.parameters(), *model.buffers())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += 1
@@ -292,9 +292,9 @@ class Candidate:
 
     def code(self, *, lines: bool = False) -> str:
         """Return the arguments as they are written."""
-        arguments = []
-        for name, value in {"backend": self.backend, **self.settings}.items():
-            arguments.append(f"{name}={code_of(name, value)}")
+        arguments = [
+            f"{name}={code_of(name, value)}" for name, value in {"backend": self.backend, **self.settings}.items()
+        ]
         if self.mesh is not None:
             argument = "device_mesh=mesh"
             if not lines:

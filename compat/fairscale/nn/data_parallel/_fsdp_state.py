@@ -207,9 +207,7 @@ def metadata(root: nn.Module, wrappers: Wrappers) -> State:
                 "shared_param_info": instance.module.ties(),
             }
         )
-    buffers = []
-    for name, _ in nn.Module.named_buffers(root):
-        buffers.append(clean(name))
+    buffers = [clean(name) for name, _ in nn.Module.named_buffers(root)]
     return {"param_metadata": described, "buffer_names": buffers}
 
 
@@ -380,9 +378,7 @@ def gather(
     units = _units(instances)
     states = agree(group, lambda: _local_states(root, units, optim))
     state_dict, local_states = states
-    described = []
-    for unit, local in zip(units, local_states, strict=True):
-        described.append(_describe(unit, local))
+    described = [_describe(unit, local) for unit, local in zip(units, local_states, strict=True)]
     tables = [described] if group is None else per_rank(group, described)
     state: dict[int, State] = {}
     unit_of = {}

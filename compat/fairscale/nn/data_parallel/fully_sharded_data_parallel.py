@@ -677,7 +677,7 @@ def _check_parameters(own: Iterable[Named], dtype: torch.dtype) -> None:
 def _mark(wrapper: Any, before: Iterable[Named]) -> None:
     """Let functions of torch raise that would silently be wrong with a wrapper's parameters, or with those before."""
     refuse_foreign_optimizers(wrapper)
-    kept = {id(parameter) for parameter in wrapper.params}
+    kept = set(map(id, wrapper.params))
     for name, parameter in before:
         # An optimizer over these would go on over tensors that nobody computes with, and train nothing.
         if id(parameter) not in kept:
@@ -703,7 +703,7 @@ def _mark(wrapper: Any, before: Iterable[Named]) -> None:
 def _loaded(module: nn.Module, incompatible_keys: Any) -> None:
     assert isinstance(module, FullyShardedDataParallel)
     for keys in (incompatible_keys.missing_keys, incompatible_keys.unexpected_keys):
-        keys[:] = [clean(key) for key in keys]
+        keys[:] = list(map(clean, keys))
     if module._loading is not None:
         stack = module._loading
         module._loading = None
