@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
-from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions
+from torch.distributed.distributed_c10d import BroadcastOptions
 
 from fsshard import errors
 from fsshard.comm.stores import answer_within, check_not_destroyed, check_not_inherited, timeout_of
@@ -106,7 +106,7 @@ class Channel:
         if group is not None:
             note = json.dumps([what, self._gloo is not None])
             with self._store_errors():
-                meeting = self._watchdog.meet(group, what, note, timeout)
+                meeting = self._watchdog.meet(group, what, note, timeout, self)
             self._place = meeting.place
             calls = {}
             all_connected = True
@@ -151,13 +151,6 @@ class Channel:
         It raises CheckpointError on every rank if one was lost, or has a value that JSON does not know. ``timeout``:
         seconds; None for the process group's own. A rank that dies is noticed at once.
         """
-        return self._gathered(value, timeout, self._all_gather)
-
-    def gather_first(self, value: Any, timeout: float | None = None) -> list[Any]:
-        """Return ``value`` of every rank on rank 0, and an empty list on the others. JSON must know it."""
-        return self._gathered(value, timeout, self._gather_rows)
-
-    def _gathered(self, value: Any, timeout: float | None, gather_rows: Callable[[bytes], list[bytes]]) -> list[Any]:
         text = _encoded(value)
         if self.size == 1:
             return self._values([text])
@@ -166,8 +159,8 @@ class Channel:
             own_length = f"{len(text):20}"
             lengths = list(map(int, self._all_gather(own_length.encode())))
             longest = max(lengths)
-            rows = gather_rows(text.ljust(longest))
-        return self._values(_cut(rows, lengths))
+            rows = self._all_gather(text.ljust(longest))
+        return self._values([row[:length] for row, length in zip(rows, lengths, strict=True)])
 
     def tell(self, value: Any, timeout: float | None = None) -> Any:
         """Return rank 0's ``value`` on every rank, as JSON gives it back."""
@@ -220,20 +213,6 @@ class Channel:
         options.timeout = self._timeout
         self._done(allgather_base(self._gloo, whole, own, options))
         return [row.tobytes() for row in whole.numpy().reshape(self.size, -1)]
-
-    def _gather_rows(self, text: bytes) -> list[bytes]:
-        """Return every rank's text, of one length, on rank 0, and nothing on the others."""
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows: list[Tensor] = []
-        if self.rank == 0:
-            rows = list(own.new_empty(self.size, len(text)).unbind())
-        self._sent += [own, *rows]
-        options = GatherOptions()
-        options.timeout = self._timeout
-        options.rootRank = 0
-        outputs = [rows] if rows else []
-        self._done(self._gloo.gather(outputs, [own], options))
-        return [row.numpy().tobytes() for row in rows]
 
     def _broadcast(self, text: bytes) -> bytes:
         """Return rank 0's text, which has the same length on all ranks."""
@@ -318,14 +297,6 @@ class Channel:
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-
-
-def _cut(rows: Sequence[bytes], lengths: Sequence[int]) -> list[bytes]:
-    """Return rows without what was appended to make all as long; none where there are none."""
-    texts = []
-    for row, length in zip(rows, lengths, strict=False):
-        texts.append(row[:length])
-    return texts
 
 
 def _encoded(value: Any) -> bytes:
@@ -449,33 +420,6 @@ def exchange(
         kind = getattr(errors, failure["kind"], RankMismatch)
         raise _error(kind, f"rank {rank}: {failure['text']}", failure["attributes"])
     return [report["result"] for report in reports]
-
-
-def exchange_first(channel: Channel, work: Callable[[], Any], timeout: float | None = None) -> list[Any]:
-    """Do as :func:`exchange` over a channel, but return the results on rank 0 alone, and nothing on the others."""
-
-    def said() -> Any:
-        value = work()
-        # What cannot be sent is this rank's failure, of which rank 0 alone would hear otherwise.
-        json.dumps(value)
-        return value
-
-    result, error = _tried(channel, said)
-    report = {"result": result} if error is None else {"error": _described(error)}
-    failed = []
-    results = []
-    try:
-        for rank, of_rank in enumerate(channel.gather_first(report, timeout)):
-            if "error" in of_rank:
-                failed.append((rank, of_rank["error"]))
-            else:
-                results.append(of_rank["result"])
-        failures = dict(channel.tell(failed, timeout))
-    except CheckpointError as lost:
-        raise lost from error
-    if failures:
-        raise _combined(channel, failures, error) from error
-    return results
 
 
 def _tried(over: Over, work: Callable[[], Any]) -> tuple[Any, Exception | None]:

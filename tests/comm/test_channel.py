@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -123,29 +122,6 @@ def test_subgroups_and_meshes(ranks: Any) -> None:
     assert message.startswith(f"{SAVE} failed (of the group of global ranks 1, 2)\n  rank 1: IndexError")
 
 
-def job_thread() -> Any:
-    """A writer talks while the main thread trains; the numbers of both come out right."""
-    channel, rank, said = met(), dist.get_rank(), []
-
-    def write() -> None:
-        for step in range(30):
-            said.append(exchange(channel, lambda step=step: [rank, step]) == [[0, step], [1, step]])
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    sums = []
-    for step in range(60):
-        number = torch.tensor([float(step + rank)])
-        dist.all_reduce(number)
-        sums.append(number.item() == 2 * step + 1)
-    writer.join()
-    return len(said), all(said), all(sums)
-
-
-def test_a_writer_thread_does_not_disturb_training(ranks: Any) -> None:
-    assert ranks.run(job_thread, 2) == [(30, True, True)] * 2
-
-
 def job_lifetime() -> Any:
     """The gloo group goes with the group it serves, and the next group is not confused by old notes."""
     found = []
@@ -189,8 +165,7 @@ def job_absent(late: bool) -> Any:
 
 def place_of(channel: Channel, number: int) -> str:
     """Prefix of the keys of a meeting of the channel's group."""
-    group = channel._group()
-    return f"meet/{group.group_name}.1/{number}"
+    return f"meet/Channel/{channel._group().group_name}.1/{number}"
 
 
 @pytest.mark.parametrize("late", [True, False])
