@@ -155,11 +155,9 @@ def save(
 def _talks_in_training(models: Mapping[str, ShardedModule]) -> bool:
     """Return whether a save needs collectives of training, which no other thread may call; the same on all ranks."""
     for model in models.values():
-        backend = model.backend
         # Another rank's buffers than the first's count where that one has no batches left, and must be sent to it.
-        if backend.settings.model_mesh is not None or controller_of(model).buffers.source:
-            return True
-        if any(map(parts.is_scattered, backend.all)):
+        asks = model.backend.settings.model_mesh is not None or controller_of(model).buffers.source
+        if asks or any(map(parts.is_scattered, model.backend.all)):
             return True
     return False
 
@@ -220,7 +218,6 @@ class _Save:
     origin: Origin
     collected: parts.Collected = field(default_factory=parts.Collected)
     place: CheckpointTarget | StoredCheckpoint = field(default=None)  # type: ignore[assignment]
-    alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
     arrangement: _Arrangement = NOTHING
     staging: Staging = field(default_factory=Staging)
     meet: Callable[[], None] | None = None  # agrees with the other ranks, if that is still to be done
@@ -250,7 +247,8 @@ class _Save:
             own_key = self._own_key()
             grids = sorted(map(str, collected.layouts.grids.values()))
         answers = channel.gather([own_key, last.key, collected.digests, grids], self.timeout)
-        self.alike = set()
+        # Names of the objects that all ranks have the same.
+        self.alike: set[str] = set()
         for name in collected.objects:
             digests_of_ranks = {digests[name] for _, _, digests, _ in answers}
             if len(digests_of_ranks) == 1:
