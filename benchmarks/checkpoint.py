@@ -144,16 +144,19 @@ class Full:
 
 SIDES: dict[str, Callable[[int], Any]] = {"fsshard": Ours, "DCP": DCP, "torch.save": Full}
 ASYNC = {"fsshard": "async blocks", "DCP": "DCP's async blocks"}
+CPU = {"blocking": "blocking CPU", "async blocks": "async blocks CPU"}
+"""Of the thread that calls, which other processes of the machine do not hold up."""
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of the slowest rank."""
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of the slowest rank, by the clock and of this thread's processor."""
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.thread_time()
     work()
-    taken = torch.tensor(time.perf_counter() - start)
+    taken = torch.tensor([time.perf_counter() - start, time.thread_time() - busy])
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
+    wall, cpu = taken.tolist()
+    return wall, cpu
 
 
 def on_disk(path: Path) -> int:
@@ -174,20 +177,24 @@ def measure_saves(_: Any, options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     folder = Path(options.folder)
     sides = {name: side(options.megabytes) for name, side in SIDES.items()}
-    times: dict[str, list[float]] = {name: [] for name in (*sides, "one copy", *ASYNC.values())}
+    times: dict[str, list[float]] = {name: [] for name in (*sides, "one copy", *ASYNC.values(), *CPU.values())}
     numbers = [*parts(sides["DCP"])]
     copies = [number.clone() for number in numbers]
     for turn in range(options.rounds + 1):  # the first is for warming up
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             path = folder / name
             remove(path)
-            taken = seconds(lambda name=name, path=path: sides[name].save(path))  # type: ignore[misc]
+            taken, busy = seconds(lambda name=name, path=path: sides[name].save(path))  # type: ignore[misc]
             times[name] += [taken] if turn else []
+            if name == "fsshard" and turn:
+                times[CPU["blocking"]].append(busy)
         for name in list(ASYNC)[:: 1 if turn % 2 else -1]:
             remove(folder / "async")
-            blocked = measure_async(sides[name], folder / "async")
+            blocked, busy = measure_async(sides[name], folder / "async")
             times[ASYNC[name]] += [blocked] if turn else []
-        taken = seconds(lambda: [copy.copy_(number) for copy, number in zip(copies, numbers, strict=True)])
+            if name == "fsshard" and turn:
+                times[CPU["async blocks"]].append(busy)
+        taken, _ = seconds(lambda: [copy.copy_(number) for copy, number in zip(copies, numbers, strict=True)])
         times["one copy"] += [taken] if turn else []
     state = sum(p.numel() for p in network(options.megabytes).parameters()) * 4 * 3
     profile = profiled([lambda number: sides["fsshard"].save(folder / f"profiled{number}")], 3, 5)
@@ -210,8 +217,8 @@ def parts(side: DCP) -> Iterator[torch.Tensor]:
         yield from (value.to_local() for value in side.optimizer.state[parameter].values() if value.ndim)
 
 
-def measure_async(side: Any, path: Path) -> float:
-    """How long an asynchronous save holds up the training."""
+def measure_async(side: Any, path: Path) -> tuple[float, float]:
+    """How long an asynchronous save holds up the training, and how long its thread computes in that."""
     waits: list[Callable[[], object]] = []
     blocked = seconds(lambda: waits.append(side.begin(path)))
     waits[0]()
@@ -227,7 +234,7 @@ def measure_loads(_: Any, options: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(options.rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            taken = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
+            taken, _ = seconds(lambda name=name: sides[name].load(folder / name))  # type: ignore[misc]
             times[name] += [taken] if turn else []
     return {"times": times, "profile": profiled([lambda _: sides["fsshard"].load(folder / "fsshard")], 3, 5)}
 
@@ -275,6 +282,7 @@ def report(options: argparse.Namespace, saves: Any, loads: Any, elsewhere: Any) 
     for name, value in found.items():
         print(f"{name:26}{value:7.3f}   (target: {TARGETS[name]:g})")
     print(f"{'async blocks / blocking':26}{ratio(saves['times'], 'async blocks', 'fsshard'):7.3f}")
+    print(f"{'the same, CPU time':26}{ratio(saves['times'], CPU['async blocks'], CPU['blocking']):7.3f}")
     for what, profile in (("save", saves["profile"]), ("load", loads["profile"])):
         print("\n".join([f"{what}, ms under cProfile:", *profile]))
     print("\n".join(["asynchronous save until training goes on, ms under cProfile:", *saves["begun"]]))

@@ -222,10 +222,10 @@ GOALS: tuple[Goal, ...] = (
         figures=pick("async blocks / blocking", 0),
         at_most=(0.12,),
         rest=(
-            "by the profile more than half is one copy of the state (`fsshard/checkpoint`, its staging) into "
-            "memory that is kept from save to save; the rest is meeting the other ranks, gathering what each "
-            "holds, and walking through it. Less than a copy takes training that goes on meanwhile, and then "
-            "what changes a weight outside of `optimizer.step()` would be saved by halves."
+            "by the profile it is one copy of the state (`fsshard/checkpoint`, its staging) into memory that is kept "
+            "from save to save, and walking through what this rank holds; the save's thread meets the other ranks. "
+            "Less than a copy takes training that goes on meanwhile, and then what changes a weight outside of "
+            "`optimizer.step()` would be saved by halves."
         ),
     ),
     Goal(

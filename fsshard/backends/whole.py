@@ -66,12 +66,6 @@ def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
     return entry.kind.is_complex or bool(entry.layouts) or not settings.knows_all_ranks
 
 
-def has_no_shapes(backend: Backend) -> bool:
-    """Return whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
-    # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
-    return any(entry.cut is not None and entry.cut.buffer for entry in backend.all)
-
-
 def raw_state_dict(backend: Backend) -> dict[str, Any]:
     """Return the user's keys; stored parameters as they are now, everything else as the model gives it."""
     with backend.bare() as module, raw_state():

@@ -85,8 +85,14 @@ class Part:
         layout = None
         if everywhere:
             layout = whole_everywhere(tensor.numel())
-        values = tensor.reshape(-1)
-        return cls(tensor.dtype, tuple(tensor.shape), everything, values, layout=layout)
+        return cls(tensor.dtype, tuple(tensor.shape), everything, tensor.reshape(-1), layout=layout)
+
+    def within(self, span: Range) -> Part:
+        """Return those of the elements held here that lie in a range."""
+        start, stop = span
+        first, _ = self.range
+        values = self.values[start - first : stop - first]
+        return dataclasses.replace(self, range=span, values=values, layout=None)
 
 
 Parts = dict[str, Part]
@@ -97,8 +103,7 @@ def as_table(parts: Parts) -> dict[str, list[Any]]:
     table = {}
     for name, part in parts.items():
         start, stop = part.range
-        dtype = dtype_name(part.dtype)
-        table[name] = [dtype, list(part.shape), start, stop, part.layout]
+        table[name] = [dtype_name(part.dtype), list(part.shape), start, stop, part.layout]
     return table
 
 
@@ -207,7 +212,7 @@ def _part(entry: Entry, stored: Tensor, model: str, layout: Layout | None) -> Pa
     """Return this rank's part of a parameter, or of state that has a number for each of its stored elements."""
     values = entry.flat(stored.detach(), whole=entry.in_order)
     scattered = ""
-    if _is_scattered(entry):
+    if is_scattered(entry):
         scattered = f"{prefix(model)}{entry.name}"
     if entry.kept_as_pairs(stored.dtype):
         if layout is not None:
@@ -217,7 +222,7 @@ def _part(entry: Entry, stored: Tensor, model: str, layout: Layout | None) -> Pa
     return Part(dtype, tuple(entry.full_shape), entry.user_range, values, scattered, layout)
 
 
-def _is_scattered(entry: Entry) -> bool:
+def is_scattered(entry: Entry) -> bool:
     """Return whether a rank's elements of a parameter are no range of it: the same on every rank."""
     return bool(entry.divided_over) or not entry.in_order
 
@@ -232,7 +237,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
         for entry in backend.all:
             entries[before + entry.name] = (entry, backend)
     # It is the same on every rank, so that all leave here, or none.
-    if not any(_is_scattered(entry) for entry, _ in entries.values()):
+    if not any(is_scattered(entry) for entry, _ in entries.values()):
         return
     local_parts = {}
     local_table = {}
@@ -253,8 +258,7 @@ def _put_in_ranges(collected: Collected, models: Models, channel: Channel) -> No
             # Nor have the ranks that hold other parts of it: the same rank of data owns all.
             continue
         dtype = BY_NAME[dtype_text]
-        nothing = torch.empty(0, dtype=dtype)
-        empty = Part(dtype, tuple(shape), (0, 0), nothing)
+        empty = Part(dtype, tuple(shape), (0, 0), torch.empty(0, dtype=dtype))
         part = _in_range(entry, local_parts.get(name, empty), backend, collected.layouts)
         if is_here or part.values.numel():
             collected.parts[name] = part
@@ -389,11 +393,9 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     state = value.state_dict() if hasattr(value, "state_dict") else value
     own_parts: Parts = {}
     tree = _encode(state, f"objects/{name}", own_parts)
-    text = json.dumps([tree, as_table(own_parts)])
-    digest = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(json.dumps([tree, as_table(own_parts)]).encode())
     for part in own_parts.values():
-        flat = part.values.contiguous().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+        digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     collected.own[name] = own_parts
     collected.objects[name] = tree
     collected.digests[name] = digest.hexdigest()
@@ -442,8 +444,7 @@ def _add_model(
             keys[full_key] = f"model/{full_key}"
             # Buffers may differ between ranks; rank 0's count, as in a state dict.
             if rank == 0:
-                buffer = controller_of(model).buffers.for_user(key, value)
-                parts[f"model/{full_key}"] = Part.of_all(buffer)
+                parts[f"model/{full_key}"] = Part.of_all(controller_of(model).buffers.for_user(key, value))
         else:
             keys[full_key] = None
             own_parts = parts if rank == 0 else {}
@@ -552,8 +553,7 @@ def lying(entry: Entry, value: Tensor, order: Sequence[int]) -> Tensor:
     if value.shape == entry.local().shape and (entry.kind.order or entry.divided_over):
         return value  # as the engine stores the parameter
     # Pairs of reals stay together.
-    pairs = range(len(order), value.dim())
-    return laid(value, [*order, *pairs])
+    return laid(value, [*order, *range(len(order), value.dim())])
 
 
 def _encode(
@@ -614,7 +614,7 @@ def divide(
 
     Engines differ only in this: a rank holds a range of each flattened tensor. Where that is by a rule, ranks may hold
     the same range (all of DDP, the replicas of HYBRID_SHARD, FairScale's parameters): the bytes of such copies are
-    spread evenly over them. What is held by no rule is written by the first that has it.
+    spread evenly over them. What is held by no rule is written by the first that has it, also where ranges overlap.
 
     Args:
         tables: what each rank tells, :func:`told_by`: of a tensor with a layout one rank, of others all that have some.
@@ -629,7 +629,7 @@ def divide(
     infos: dict[str, TensorInfo] = {}
     layouts: dict[str, Layout] = {}
     pieces: dict[str, Pieces] = {}
-    listed: dict[str, dict[Range, Piece]] = {}
+    listed: dict[str, dict[Range, int]] = {}
     for rank, table in enumerate(tables):
         for name, (dtype, shape, start, stop, *layout) in table.items():
             here = TensorInfo(dtype, tuple(shape), ())
@@ -639,11 +639,18 @@ def divide(
                 layouts[name] = Layout(*layout[0])
             elif stop > start:
                 # The first rank that has a range writes it.
-                key = piece_key(name, info.numel, (start, stop))
-                piece = Piece(rank_file(rank, len(tables)), key, start, stop)
-                listed.setdefault(name, {}).setdefault((start, stop), piece)
+                listed.setdefault(name, {}).setdefault((start, stop), rank)
     for name, ranges in listed.items():
-        pieces[name] = tuple(ranges[span] for span in sorted(ranges))
+        own = []
+        end = 0
+        for (start, stop), rank in sorted(ranges.items()):
+            # What is before ``end`` another rank writes.
+            start = max(start, end)
+            if start < stop:
+                key = piece_key(name, infos[name].numel, (start, stop))
+                own.append(Piece(rank_file(rank, len(tables)), key, start, stop))
+                end = stop
+        pieces[name] = tuple(own)
     pieces |= _divisions(layouts, infos, len(tables))
     return {name: info._replace(pieces=pieces.get(name, ())) for name, info in infos.items()}
 
@@ -708,8 +715,7 @@ def check_plan(
     for name, info in tensors.items():
         part = parts.get(name)
         if part is not None:
-            here = TensorInfo(dtype_name(part.dtype), part.shape, ())
-            _check_alike(call, name, rank, here, info)
+            _check_alike(call, name, rank, TensorInfo(dtype_name(part.dtype), part.shape, ()), info)
         if not isinstance(info.pieces, Division):
             if not info.is_whole:
                 lacking.append(name)
@@ -737,8 +743,7 @@ def origin_of(models: Models) -> Origin:
         if backend.settings.model_mesh is not None:
             shape |= backend.settings.model_mesh.shape()
     names = dict.fromkeys(backend.name for backend in backends)
-    ranks = backends[0].settings.all_ranks
-    return Origin(__version__, str(torch.__version__), ", ".join(names), ranks, shape)
+    return Origin(__version__, str(torch.__version__), ", ".join(names), backends[0].settings.all_ranks, shape)
 
 
 def make_index(

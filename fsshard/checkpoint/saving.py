@@ -11,14 +11,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
@@ -76,8 +74,8 @@ def save(
         scaler: anything with ``state_dict``.
         only: ``"trainable"`` leaves out the weights that are frozen at this moment (``requires_grad=False``), as those
             that adapters are put on; buffers are saved. None: the whole model.
-        block: False returns as soon as this rank's part is copied to host memory. A thread does the rest; its errors
-            are raised by the next call and by the handle.
+        block: False returns as soon as this rank's part is copied to host memory. A thread meets the other ranks and
+            does the rest; its errors are raised by the next call and by the handle.
         keep: how many checkpoints to keep whose names differ from this one in their last number only, at least 2; None
             removes none.
         rng: save every rank's random number generators.
@@ -104,19 +102,9 @@ def save(
     # An earlier one with block=False may still write, or have failed.
     wait_for_saves()
     called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
-    channel.arrive(called, timeout, call)
     averages = parts.take_averages(objects)
-    for average in averages.values():
-        average.check_alike(channel)
-    for sharded in models.values():
-        # Rank 0's buffers count, as in a state dict.
-        controller_of(sharded).buffers.sync()
-        own = sharded.backend.settings
-        if own.model_mesh is not None:
-            saved = set(sharded.backend.key_order)
-            buffers = {name: buffer for name, buffer in sharded.named_buffers() if name in saved}
-            check_same_buffers(buffers, own.model_mesh, own.rank)
-    job = _Save(channel, path if is_url(path) else Path(path).absolute(), call, timeout, keep, parts.origin_of(models))
+    place = path if is_url(path) else Path(path).absolute()
+    job = _Save(channel, place, call, timeout, keep, parts.origin_of(models))
 
     def collected() -> parts.Collected:
         parts.check_places(scheduler, scaler, call)
@@ -130,16 +118,48 @@ def save(
         job.place = StoredCheckpoint(path) if is_url(path) else CheckpointTarget(path)
         return share
 
-    job.collected = parts.collect_together(collected, models, channel, timeout)
-    job.arrange()
+    def meet(collect: Callable[[], parts.Collected], models: Mapping[str, ShardedModule]) -> None:
+        """Agree with the other ranks on what is saved, and on who writes what. Collective."""
+        channel.arrive(called, timeout, call)
+        for average in averages.values():
+            average.check_alike(channel)
+        for sharded in models.values():
+            # Rank 0's buffers count, as in a state dict.
+            controller_of(sharded).buffers.sync()
+            own = sharded.backend.settings
+            if own.model_mesh is not None:
+                saved = set(sharded.backend.key_order)
+                buffers = {name: buffer for name, buffer in sharded.named_buffers() if name in saved}
+                check_same_buffers(buffers, own.model_mesh, own.rank)
+        job.collected = parts.collect_together(collect, models, channel, timeout)
+        job.arrange()
+
+    # The same on all ranks: what is collective in training's groups all of them do in this call, or none.
+    together = models if block or averages or _talks_in_training(models) else {}
+    if not together and job.copied_as_before(collected):
+        # From the save's thread, for as long as which the group must live.
+        job.meet = lambda group=settings.everyone: meet(lambda: job.collected, {})
+    else:
+        meet(collected, together)
+        if not block:
+            job.copy_to_host()
     handle = SaveHandle(job)
     if block:
         handle._run()
         handle.wait()
     else:
-        job.copy_to_host()
         handle._start()
     return handle
+
+
+def _talks_in_training(models: Mapping[str, ShardedModule]) -> bool:
+    """Return whether a save needs collectives of training, which no other thread may call; the same on all ranks."""
+    for model in models.values():
+        # Another rank's buffers than the first's count where that one has no batches left, and must be sent to it.
+        asks = model.backend.settings.model_mesh is not None or controller_of(model).buffers.source
+        if asks or any(map(parts.is_scattered, model.backend.all)):
+            return True
+    return False
 
 
 def _check_arguments(
@@ -171,10 +191,13 @@ class _Arrangement(NamedTuple):
     """The division of a save among ranks: who writes what."""
 
     key: str  # hash of what every rank holds, and of which objects they have alike
+    own_key: str  # hash of what this rank holds
     written: Mapping[str, Range]  # the elements that this rank writes of each tensor
     tensors: dict[str, TensorInfo]  # all of them with their pieces
+    total: int  # bytes that this rank writes
 
 
+NOTHING = _Arrangement("", "", {}, {}, 0)
 # The arrangement of the last save of each group: most saves are like the one before.
 _arrangements: WeakKeyDictionary[Channel, _Arrangement] = WeakKeyDictionary()
 
@@ -195,14 +218,17 @@ class _Save:
     origin: Origin
     collected: parts.Collected = field(default_factory=parts.Collected)
     place: CheckpointTarget | StoredCheckpoint = field(default=None)  # type: ignore[assignment]
-    alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
-    tensors: dict[str, TensorInfo] = field(default_factory=dict)  # of all ranks
-    items: list[Item] = field(default_factory=list)
+    arrangement: _Arrangement = NOTHING
     staging: Staging = field(default_factory=Staging)
+    meet: Callable[[], None] | None = None  # agrees with the other ranks, if that is still to be done
     uncopied: Exception | None = None  # why there is no copy to write
-    total: int = 0  # bytes that this rank writes
     written: int = 0
     moved: int = 0  # how often something of it was done
+
+    @property
+    def total(self) -> int:
+        """Return how many bytes this rank writes."""
+        return self.arrangement.total
 
     @property
     def patience(self) -> float:
@@ -213,13 +239,16 @@ class _Save:
         """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
         channel = self.channel
         collected = self.collected
-        tables = {name: parts.as_table(own) for name, own in collected.own.items()}
-        digest = _digest([parts.as_table(collected.parts), tables])
-        arrangement = _arrangements.get(channel)
-        last_key = arrangement.key if arrangement else ""
-        grids = sorted(map(str, collected.layouts.grids.values()))
-        answers = channel.gather([digest, last_key, collected.digests, grids], self.timeout)
-        self.alike = set()
+        last = _arrangements.get(channel, NOTHING)
+        own_key = last.own_key
+        # No rule says which elements a rank has copied that has not met the others before.
+        grids = [str(None)]
+        if self.meet is None:
+            own_key = self._own_key()
+            grids = sorted(map(str, collected.layouts.grids.values()))
+        answers = channel.gather([own_key, last.key, collected.digests, grids], self.timeout)
+        # Names of the objects that all ranks have the same.
+        self.alike: set[str] = set()
         for name in collected.objects:
             digests_of_ranks = {digests[name] for _, _, digests, _ in answers}
             if len(digests_of_ranks) == 1:
@@ -227,57 +256,82 @@ class _Save:
         key = _digest([[of_rank for of_rank, *_ in answers], sorted(self.alike)])
         # What is alike lies under one name, and rank 0 writes it.
         collected.adopt_own(channel.rank, self.alike)
+        self.arrangement = last
         # On all ranks, or on none.
-        if arrangement is None or any(last != key for _, last, *_ in answers):
+        if any(last_key != key for _, last_key, *_ in answers):
             by_rule = str(None) not in grids and all(other == grids for *_, other in answers)
-            arrangement = self._arranged_anew(key, by_rule)
-            _arrangements[channel] = arrangement
-        self.tensors = arrangement.tensors
-        for name, span in arrangement.written.items():
-            part = collected.parts[name]
-            start, stop = span
-            first, _ = part.range
-            values = part.values[start - first : stop - first]
-            numel = math.prod(part.shape)
-            shape = part.shape if len(values) == numel else (len(values),)
-            item = Item(piece_key(name, numel, span), part.dtype, shape, values.view(shape))
-            self.items.append(item)
-            self.total += values.nbytes
+            self.arrangement = self._arranged_anew(key, own_key, by_rule)
+            _arrangements[channel] = self.arrangement
+            if self.meet is not None:
+                # It divides what was copied, which is not all that this rank holds: the next save asks again.
+                del _arrangements[channel]
 
-    def _arranged_anew(self, key: str, by_rule: bool) -> _Arrangement:
-        """Let rank 0 divide the work from what ranks tell of what they hold. Collective."""
+    def _own_key(self) -> str:
+        """Return a hash of what this rank holds."""
+        tables = {name: parts.as_table(own) for name, own in self.collected.own.items()}
+        return _digest([parts.as_table(self.collected.parts), tables])
+
+    def _arranged_anew(self, key: str, own_key: str, by_rule: bool) -> _Arrangement:
+        """Divide the work, on every rank alike, from what all tell of what they hold. Collective."""
         channel = self.channel
-        own = self.collected.parts
-        told = exchange_first(channel, lambda: parts.told_by(own, channel.rank, by_rule=by_rule), self.timeout)
-        planned = {}
-
-        def plan() -> None:
-            if channel.rank == 0:
-                for name, info in parts.divide(told, self.call).items():
-                    planned[name] = info.described()
-
-        agree(channel, plan, self.timeout)
-        tensors = {}
-        for name, described in channel.tell(planned, self.timeout).items():
-            tensors[name] = TensorInfo.of(name, described)
-
+        own = parts.told_by(self.collected.parts, channel.rank, by_rule=by_rule)
+        # Rank 0 speaks for most, at length, and messages that are gathered are all as long as the longest.
+        first = channel.tell(own, self.timeout)
+        told = channel.gather(own if channel.rank else {}, self.timeout)
+        tensors = parts.divide([first, *told[1:]], self.call)
         agree(channel, lambda: parts.check_plan(self.collected, channel.rank, tensors, self.call), self.timeout)
-        return _Arrangement(key, parts.written_by(channel.rank, channel.size, tensors), tensors)
+        written = parts.written_by(channel.rank, channel.size, tensors)
+        total = sum((stop - start) * tensors[name].kind.itemsize for name, (start, stop) in written.items())
+        return _Arrangement(key, own_key, written, tensors, total)
+
+    def copied_as_before(self, collect: Callable[[], parts.Collected]) -> bool:
+        """Copy what this rank wrote last, if it holds the same as then: training need not wait for the other ranks.
+
+        False where it does not, or where something fails: that is said with the other ranks.
+        """
+        self.arrangement = _arrangements.get(self.channel, NOTHING)
+        with contextlib.suppress(Exception):
+            self.collected = collect()
+            if self._own_key() == self.arrangement.own_key:
+                self._copy()
+                return True
+        return False
 
     def copy_to_host(self) -> None:
         """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
+        # Some of them are among the parts by now, and the rest other ranks write.
+        self.collected.own = {}
         try:
-            copies = self.staging.copy([cast(Tensor, item.data) for item in self.items])
-            self.items = [item._replace(data=copy) for item, copy in zip(self.items, copies, strict=True)]
+            self._copy()
         except Exception as error:
             # The other ranks do not wait for this one here.
             self.uncopied = error
-            self.items = []
-        # Views of the model's memory, which training changes from here on.
-        self.collected = dataclasses.replace(self.collected, parts={}, own={})
+            self.collected.parts = {}
+
+    def _copy(self) -> None:
+        """Put copies in place of what is collected: of the elements that this rank writes, and of all of objects."""
+        own_parts = self.collected.parts
+        for name, part in own_parts.items():
+            own_parts[name] = part.within(self.arrangement.written.get(name, (0, 0)))
+        tables = [own_parts, *self.collected.own.values()]
+        copies = iter(self.staging.copy([part.values for table in tables for part in table.values()]))
+        for table in tables:
+            for name, part in table.items():
+                table[name] = dataclasses.replace(part, values=next(copies))
+
+    def _items(self) -> Iterator[Item]:
+        """Yield what this rank writes."""
+        for name, span in self.arrangement.written.items():
+            part = self.collected.parts[name].within(span)
+            numel = math.prod(part.shape)
+            shape = part.shape if len(part.values) == numel else (len(part.values),)
+            yield Item(piece_key(name, numel, span), part.dtype, shape, part.values.view(shape))
 
     def run(self) -> None:
         """Write, and make it the checkpoint. Collective, and in any thread."""
+        if self.meet is not None:
+            self.meet()
+            self.moved += 1
         with contextlib.ExitStack() as until_written:
             id, partial = exchange(self.channel, lambda: self._open(until_written), self.timeout)[0]
             self.moved += 1
@@ -298,7 +352,7 @@ class _Save:
             raise self.uncopied
         name = rank_file(self.channel.rank, self.channel.size)
         with self.place.part(partial, name) as path:
-            file = write(path, self.items, {"format": "pt", "checkpoint": id}, progress=self._on)
+            file = write(path, list(self._items()), {"format": "pt", "checkpoint": id}, progress=self._on)
         return [file, self.collected.trees(self.alike)]
 
     def _on(self, count: int) -> None:
@@ -310,7 +364,9 @@ class _Save:
         if self.channel.rank:
             return
         index = dataclasses.replace(
-            parts.make_index(self.origin, self.collected, self.tensors, [trees for _, trees in written], self.alike),
+            parts.make_index(
+                self.origin, self.collected, self.arrangement.tensors, [trees for _, trees in written], self.alike
+            ),
             id=id,
             # Another job may have saved there meanwhile.
             ordinal=self.place.newest_ordinal() + 1,
@@ -400,8 +456,8 @@ class SaveHandle:
                 log.error("%s failed: %s", self._job.call, error)
         finally:
             # A handle that somebody keeps holds no memory of the model.
-            self._job.items = []
             self._job.collected = parts.Collected()
+            self._job.meet = None
             self._job.staging.give_back()
 
 

@@ -26,20 +26,22 @@ class Staging:
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors; complete on return and good until :meth:`give_back`."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors if tensor.is_cpu]
+        lengths = iter(sizes)
+        copies = []
         # What is made in inference mode is of no use outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self._memory = _room(sum(sizes))
             bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
             if self._memory is not None:
                 bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-            places = iter(bytes.split(sizes) if sizes else ())
-            copies = [
-                _copy_into(next(places), tensor)
-                if tensor.is_cpu
-                # Complete when the device's current stream is. torch keeps pinned memory for the next time itself.
-                else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
-            ]
+            for tensor in tensors:
+                if tensor.is_cpu:
+                    copies.append(_copy_into(bytes, tensor))
+                    bytes = bytes[next(lengths) :]
+                else:
+                    # Complete when the device's current stream is. torch keeps pinned memory for the next time itself.
+                    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    copies.append(pinned.copy_(tensor, non_blocking=True))
         for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
             torch.get_device_module(device).current_stream(device).synchronize()
         return copies
@@ -56,14 +58,16 @@ class Staging:
 
 
 def _room(nbytes: int) -> mmap.mmap | None:
-    """Return where the last copies lay if these take as much, else let that go and map anew; None for no bytes."""
-    with _lock:
-        kept = _spare.pop() if _spare else None
-    if kept is not None and len(kept) == nbytes:
-        return kept
+    """Return where the last copies lay if these fit well, else let that go and map anew; None for no bytes."""
     if not nbytes:
         return None
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with _lock:
+        kept = _spare.pop() if _spare else None
+    # State that is some bytes shorter (the place in the data) is no reason to be given all pages anew.
+    if kept is not None and nbytes <= len(kept) <= 2 * nbytes:
+        return kept
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes, flags=flags)
     # To be given memory in pages of 4 KiB can take longer than the copy itself.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -71,7 +75,7 @@ def _room(nbytes: int) -> mmap.mmap | None:
 
 
 def _copy_into(place: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in the bytes of ``place``."""
+    """Return a copy of a tensor in the first bytes of ``place``."""
     room = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return room.copy_(tensor)

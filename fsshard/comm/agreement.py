@@ -106,7 +106,7 @@ class Channel:
         if group is not None:
             note = json.dumps([what, self._gloo is not None])
             with self._store_errors():
-                meeting = self._watchdog.meet(group, what, note, timeout)
+                meeting = self._watchdog.meet(group, what, note, timeout, self)
             self._place = meeting.place
             calls = {}
             all_connected = True

@@ -559,7 +559,7 @@ class Watchdog:
         self._lost_at: float | None = None
         self.store = own_store(world)
         self.store.set(f"process/{self.rank}", json.dumps(_process()))
-        self._meetings: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
+        self._meetings: WeakKeyDictionary[object, tuple[str, Iterator[int]]] = WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self._ended = threading.Event()
         arguments = (weakref.ref(self), self._ended)
@@ -713,27 +713,36 @@ class Watchdog:
         for group in all_groups():
             name = str(group.group_name)
             # Ranks may have other groups of the same name.
-            members = repr(_ranks_of(group))
-            digest = zlib.crc32(members.encode())
+            digest = zlib.crc32(repr(_ranks_of(group)).encode())
             groups[name] = f"{name}:{digest:x}"
         return groups
 
     # ------------------------------------------------------------------------------------------ meetings
 
-    def meet(self, group: dist.ProcessGroup, what: str, note: str, timeout: float) -> Meeting:
+    def meet(
+        self,
+        group: dist.ProcessGroup,
+        what: str,
+        note: str,
+        timeout: float,
+        row: object = None,
+    ) -> Meeting:
         """Leave a note, wait for those of the other ranks of the group, and return what came of it.
 
         The same calls in the same order on all ranks of the group, one thread at a time. Under
-        ``meet/<group>/<number>/`` each rank writes its note and counts itself; the last one, or the first that finds
-        that a rank will not come, writes down ``outcome`` for all. So a rank that comes at the last moment finds the
-        same as the others, and what a rank asks of the store does not depend on how many there are.
+        ``meet/<row>/<group>/<number>/`` each rank writes its note and counts itself; the last one, or the first that
+        finds that a rank will not come, writes down ``outcome`` for all. So a rank that comes at the last moment finds
+        the same as the others, and what a rank asks of the store does not depend on how many there are.
+
+        ``row`` has a count of meetings of its own, whose calls another thread may make; None: the group's.
         """
-        if group not in self._meetings:
+        row = row or group
+        if row not in self._meetings:
             # torch numbers groups anew after some were destroyed, so that a name can come twice.
-            self._names[group.group_name] += 1
-            name = f"meet/{group.group_name}.{self._names[group.group_name]}"
-            self._meetings[group] = name, itertools.count()
-        prefix, numbers = self._meetings[group]
+            kind = f"{type(row).__name__}/{group.group_name}"
+            self._names[kind] += 1
+            self._meetings[row] = f"meet/{kind}.{self._names[kind]}", itertools.count()
+        prefix, numbers = self._meetings[row]
         number = next(numbers)
         place = f"{prefix}/{number}"
         keys = [f"{place}/{rank}" for rank in range(group.size())]

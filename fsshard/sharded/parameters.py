@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.part_guards import refuse_parameter
-from fsshard.backends.whole import has_no_shapes
 from fsshard.complex_params.pairs import Form
 from fsshard.complex_params.parameter_records import mark_stale
 from fsshard.complex_params.shard_tensors import assign
@@ -164,11 +163,17 @@ class ParameterViews:
         """Return the context in which the engine moves its parameters to other memory."""
         return moving((entry.parameter for entry in self._backend.all), self._views.values())
 
+    @functools.cached_property
+    def _hidden(self) -> bool:
+        """Whether what a rank holds of a parameter has no shape of its own, on this rank or on another (FSDP1)."""
+        # One that happens to lie whole in this rank's flat shard too: what a script does must not depend on the rank.
+        return any(entry.cut is not None and entry.cut.buffer for entry in self._backend.all)
+
     def show(self, entry: Entry) -> nn.Parameter:
         """Return the engine's own parameter where it is the user's, else what stands for it."""
         parameter = entry.parameter
         kind = entry.kind
-        hidden = has_no_shapes(self._backend)
+        hidden = self._hidden
         if not hidden and parameter.shape == entry.shape and not kind.is_complex and not kind.order:
             return parameter
         has_shape = not hidden and parameter.shape == entry.stored_shape

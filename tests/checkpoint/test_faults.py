@@ -150,12 +150,12 @@ def unseen(run: Run, place: Path) -> None:
         run.save(str(place / "last"))
 
 
-def never_came(run: Run, place: Path) -> None:
+def never_came(run: Run, place: Path, block: bool = True) -> None:
     if dist.get_rank() == 1:
         dist.barrier()  # of training, in which the other one is late
         run.save(str(place / "last"), timeout=20.0)  # hears at once that it is too late
     try:
-        run.save(str(place / "last"), timeout=0.3)
+        run.save(str(place / "last"), timeout=0.3, block=block).wait()
     finally:
         dist.barrier()
 
@@ -190,6 +190,7 @@ REFUSED_SAVES: dict[str, tuple[Callable[[Run, Path], Any], str]] = {
         lambda run, place: run.save(str(place / ("elsewhere" if dist.get_rank() else "last")), timeout=20.0),
         r"must make the same call.*\n  rank 0: called fsshard.save\(.*last.*\n  rank 1: .*elsewhere",
     ),
+    "never came later": (lambda run, place: never_came(run, place, block=False), "rank 1: did not come within 0.3 s"),
     "never came": (never_came, r"all 2 ranks must call fsshard.save\(.*\n  rank 1: did not come within 0.3 s"),
 }
 

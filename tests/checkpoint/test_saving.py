@@ -29,10 +29,12 @@ from fsshard.checkpoint.format.division import Division
 from fsshard.checkpoint.format.index import read_index
 from fsshard.checkpoint.parts import as_one
 from fsshard.checkpoint.rng import capture, derive, restore
+from fsshard.comm.agreement import Channel
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
 from tests.models import Spectral, batch, net
+from tests.portability.runs import unlike
 from tests.training_runs import differences
 
 
@@ -85,7 +87,7 @@ def job_calls_that_differ(folder: str) -> dict[str, str]:
     return {
         "key": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, **more)),
         "optimizer": refused(lambda: fsshard.save(path, model, first, timeout=20)),
-        "block": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, block=rank == 0)),
+        "block": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, block=rank == 0).wait()),
         "load": refused(lambda: fsshard.load(path, model, first, timeout=20)),
         "strict": refused(lambda: fsshard.load(path, model, strict=rank == 0, timeout=20)),
         "afterwards": refused(lambda: fsshard.load(path, model, optimizer)),
@@ -143,36 +145,57 @@ def test_each_argument_says_what_it_takes(ranks: RankPool, tmp_path: Any) -> Non
             assert text in said
 
 
-def job_remembered(folder: str, backend: str) -> list[tuple[str, int, bool]]:
-    """How often ranks tell each other what they hold, and whether what is loaded is what was saved."""
+def job_remembered(folder: str, backend: str, block: bool) -> list[tuple[str, int, bool, bool]]:
+    """How often ranks tell what they hold, if training waits for others, and whether what is loaded was saved."""
     model, optimizer = trained(net(), backend)
-    rank, found = dist.get_rank(), []
+    rank, found, done, waits = dist.get_rank(), [], Channel._done, []
+
+    def counted(*given: Any) -> None:
+        waits.append(threading.current_thread() is threading.main_thread())
+        done(*given)
+
+    counting = mock.patch.object(Channel, "_done", counted)
     for what, state in {
         "first": {},
         "again": {},
         "with more": {"weight": torch.ones(4)},
         "with its own on each rank": {"weight": torch.ones(4) * rank},
         "the same again": {"weight": torch.ones(4) * (1 + rank)},
-        "one has forgotten": {"weight": torch.ones(4) * rank},
+        "one has more": {"weight": torch.ones(4 + rank) * rank},
+        "and again": {"weight": torch.ones(4 + rank) * rank},
     }.items():
-        if what == "one has forgotten" and rank == 1:
-            saving._arrangements.clear()
-        with mock.patch.object(parts, "told_by", side_effect=parts.told_by) as told:
-            fsshard.save(f"{folder}/last", model, optimizer, **state)
-        own = {key: value.clone() for key, value in model.state_dict().items()}
         step(model, optimizer)
-        fsshard.load(f"{folder}/last", model, optimizer)
-        same = all(torch.equal(own[key], value) for key, value in model.state_dict().items())
-        found.append((what, told.call_count, same))
+        waits.clear()
+        with mock.patch.object(parts, "told_by", side_effect=parts.told_by) as told, counting:
+            handle = fsshard.save(f"{folder}/last", model, optimizer, block=block, **state)
+            own = {key: value.clone() for key, value in model.state_dict().items()}
+            step(model, optimizer)  # of what was saved nothing
+            handle.wait()
+        loaded = fsshard.load(f"{folder}/last", model, optimizer)
+        same = not unlike([dict(model.state_dict()), loaded.state], [own, state])
+        found.append((what, told.call_count, any(waits), same))
     return found
 
 
+# Calls of training's thread over the channel are none where a rank holds what it held.
+REMEMBERED = {
+    "first": (1, 1, True, True),
+    "again": (0, 0, False, False),
+    "with more": (1, 1, True, True),
+    "with its own on each rank": (1, 1, False, False),
+    "the same again": (0, 1, True, True),
+    "one has more": (1, 1, False, True),
+    "and again": (0, 1, True, False),  # rank 0 has nothing to remember: it had copied, and the ranks divided copies
+}
+
+
+@pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_who_writes_what_is_agreed_once(ranks: RankPool, tmp_path: Any, backend: str) -> None:
-    expected = [("first", 1), ("again", 0), ("with more", 1)]
-    expected += [("with its own on each rank", 1), ("the same again", 0), ("one has forgotten", 1)]
-    for found in ranks.run(job_remembered, 2, str(tmp_path), backend):
-        assert found == [(*case, True) for case in expected]
+def test_who_writes_what_is_agreed_once(ranks: RankPool, tmp_path: Any, backend: str, block: bool) -> None:
+    for rank, found in enumerate(ranks.run(job_remembered, 2, str(tmp_path), backend, block)):
+        for what, told, waits, same in found:
+            expected = REMEMBERED[what]
+            assert (told, waits, same) == (expected[0 if block else 1], block or expected[2 + rank], True), what
 
 
 def job_inference(folder: str, backend: str) -> None:

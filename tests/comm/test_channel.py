@@ -189,8 +189,7 @@ def job_absent(late: bool) -> Any:
 
 def place_of(channel: Channel, number: int) -> str:
     """Prefix of the keys of a meeting of the channel's group."""
-    group = channel._group()
-    return f"meet/{group.group_name}.1/{number}"
+    return f"meet/Channel/{channel._group().group_name}.1/{number}"
 
 
 @pytest.mark.parametrize("late", [True, False])

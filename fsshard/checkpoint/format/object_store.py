@@ -153,28 +153,24 @@ class StoredCheckpoint:
         return newest
 
     def _beside(self) -> list[tuple[int, str]]:
-        folder = posixpath.dirname(self._root)
-        return _by_age(self._fs, folder)
+        return _by_age(self._fs, posixpath.dirname(self._root))
 
     def retain(self, keep: int) -> None:
         """Remove all but the newest checkpoints beside this one whose names differ in the last number only."""
-        own_name = posixpath.basename(self._root)
-        number = NUMBERED.fullmatch(own_name)
+        number = NUMBERED.fullmatch(posixpath.basename(self._root))
         assert number is not None
         before, after = map(re.escape, number.groups())
         pattern = re.compile(f"{before}[0-9]+{after}")
         alike = []
         for _, path in self._beside():
-            name = posixpath.basename(path)
-            if pattern.fullmatch(name):
+            if pattern.fullmatch(posixpath.basename(path)):
                 alike.append(path)
         with _errors(f"remove old checkpoints beside {self.url}"):
             for path in alike[keep:]:
                 if path == self._root:
                     continue
                 # Without an index it is no checkpoint at once.
-                index = posixpath.join(path, INDEX_FILE)
-                self._fs.rm_file(index)
+                self._fs.rm_file(posixpath.join(path, INDEX_FILE))
                 self._fs.rm(path, recursive=True)
 
 
@@ -184,8 +180,7 @@ def _folders(fs: Any, root: str) -> list[str]:
     with suppress(FileNotFoundError):
         for entry in fs.ls(root, detail=True):
             if entry["type"] == "directory":
-                name = entry["name"]
-                folders.append(name.rstrip("/"))
+                folders.append(entry["name"].rstrip("/"))
     return folders
 
 
@@ -195,10 +190,8 @@ def _by_age(fs: Any, root: str) -> list[tuple[int, str]]:
     with _errors(f"list {root}"):
         for path in _folders(fs, root):
             with suppress(FileNotFoundError):
-                index = posixpath.join(path, INDEX_FILE)
-                beginning = fs.cat_file(index, start=0, end=4096)
-                ordinal = ordinal_of(beginning)
-                ages.append((ordinal, path))
+                beginning = fs.cat_file(posixpath.join(path, INDEX_FILE), start=0, end=4096)
+                ages.append((ordinal_of(beginning), path))
     return sorted(ages, reverse=True)
 
 

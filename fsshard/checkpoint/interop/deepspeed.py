@@ -135,8 +135,7 @@ class _ZeroFolder:
             groups.append(settings)
         if self._zero3:
             self._add_frozen(module)
-        shared = dict(first.get("shared_params") or {})
-        for name, other in shared.items():
+        for name, other in dict(first.get("shared_params") or {}).items():
             module[name] = module[other]
         if self._zero3:
             lost = []
@@ -171,8 +170,7 @@ class _ZeroFolder:
         offset = 0
         for index, (name, shape) in enumerate(shapes.items()):
             yield name, tuple(shape), offset
-            share = math.ceil(math.prod(shape) / ranks)
-            offset += share + paddings[index]
+            offset += math.ceil(math.prod(shape) / ranks) + paddings[index]
 
     def _state(
         self,

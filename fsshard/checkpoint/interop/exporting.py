@@ -305,8 +305,7 @@ class _Export:
             file_of_key = {}
             for file, shard in zip(files, shards, strict=True):
                 file_of_key.update(dict.fromkeys(shard, file))
-            weight_map = dict(sorted(file_of_key.items()))
-            texts[index] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            texts[index] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_key.items()))}
         if self.format == "hf":
             infos = [tensors[tensor] for tensor in weights.values()]
             floating = next((info.dtype for info in infos if info.kind.is_floating_point), "float32")

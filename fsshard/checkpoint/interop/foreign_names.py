@@ -168,8 +168,7 @@ def whole_state(
             if key not in ("params", "param_names"):
                 hyper[key] = value
         old_groups.append((hyper, members))
-    regrouped = _regroup(optimizer, old_groups)
-    whole = _as_this_torch(optimizer, by_name, regrouped)
+    whole = _as_this_torch(optimizer, by_name, _regroup(optimizer, old_groups))
     optimizer.check_state_dict(whole)
     return whole
 
@@ -351,8 +350,7 @@ def _as_this_torch(
     empty = {}
     for group in groups:
         for name in group["params"]:
-            nothing = torch.empty(0, dtype=entries[name].dtype)
-            empty[name] = nn.Parameter(nothing)
+            empty[name] = nn.Parameter(torch.empty(0, dtype=entries[name].dtype))
     number = {name: index for index, name in enumerate(empty)}
     members = []
     for group in groups:

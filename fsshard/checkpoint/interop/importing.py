@@ -164,16 +164,14 @@ class ForeignReader(TensorReader):
             advice = "only plain ones are read: save it as such (tensor.to_dense())"
             raise CheckpointError(f"{self.directory}: {what}; {advice}")
         start, stop = wanted
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        return plain.reshape(-1)[start:stop].clone()
+        return tensor.detach().resolve_conj().resolve_neg().reshape(-1)[start:stop].clone()
 
     def tree(self, node: Any) -> Any:
         """Read all tensors in a part of the tree; the same memory once, as it was when it was saved."""
         if isinstance(node, Tensor):
             key = _memory_of(node)
             if key not in self._values:
-                flat = self._read(node, (0, node.numel()))
-                self._values[key] = flat.reshape(node.shape)
+                self._values[key] = self._read(node, (0, node.numel())).reshape(node.shape)
             return self._values[key]
         if type(node) in (list, tuple):
             return type(node)(self.tree(item) for item in node)
@@ -587,8 +585,7 @@ def _unflattened(
         trained.update(group["params"])
     plain = [clean_path(name).removeprefix(prefix) for name in groups]
     param_groups = []
-    own_names = known_names(optimizer, plain)
-    for name, own_name in zip(groups, own_names, strict=True):
+    for name, own_name in zip(groups, known_names(optimizer, plain), strict=True):
         if own_name in trained:
             param_groups.append({**groups[name], "params": [name]})
     return {"state": state, "param_groups": param_groups}

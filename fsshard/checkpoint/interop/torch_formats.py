@@ -206,8 +206,7 @@ class _ReadingPlanner(DefaultSavePlanner):
         name = self._names.get(id(value))
         if name is None:
             return value
-        flat = self._reader.read(name, (0, value.numel()))
-        return flat.reshape(value.shape)
+        return self._reader.read(name, (0, value.numel())).reshape(value.shape)
 
 
 PLAIN: Tree = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -289,11 +288,9 @@ class DcpDirectory:
                 if not isinstance(info, meta.TensorStorageMetadata):
                     node[last] = self._read_bytes(name)
                 elif info.size:
-                    read = partial(self.read, name)
-                    node[last] = awaited(info.properties.dtype, tuple(info.size), read)
+                    node[last] = awaited(info.properties.dtype, tuple(info.size), partial(self.read, name))
                 else:
-                    number = self.read(name, (0, 1))
-                    node[last] = number.reshape(())
+                    node[last] = self.read(name, (0, 1)).reshape(())
         return dict(_listed(tree))
 
     def _read_bytes(self, name: str) -> Any:
