@@ -59,6 +59,7 @@ from fsshard.torch_private.fsdp2 import (
     broken_off,
     cut_by,
     drop_accumulated,
+    forward_goes_on,
     make_gradients,
     param_groups,
     place_of,
@@ -226,6 +227,8 @@ class FSDP2Backend(TorchShardedBackend):
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
         self._state = state_of(self.module)
+        # A method that runs in place of the forward may call it.
+        self.module.register_forward_hook(functools.partial(forward_goes_on, self._state), prepend=True)
         self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))

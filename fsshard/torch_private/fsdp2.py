@@ -174,6 +174,17 @@ def abandon_forward(unit: Any) -> None:
             setattr(one, _TRAINING, type(training).IDLE)
 
 
+def forward_goes_on(state: Any, *_: Any) -> None:
+    """Take a forward that ends for one that runs, though a forward of the same model has ended within it.
+
+    FSDP2 is idle by then, and would put away at the end of the outer one what is to stay gathered (torch 2.13).
+    """
+    for one in (state, *groups_of(state)):
+        training: Any = getattr(one, _TRAINING)
+        if training == type(training).IDLE:
+            setattr(one, _TRAINING, type(training).FORWARD)
+
+
 def reduce_at_end_of_backward(root: Any, group: Any) -> None:
     """Let the end of this backward reduce what has come to the parameters of a group.
 

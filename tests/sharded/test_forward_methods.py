@@ -39,6 +39,9 @@ class Clip(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (self.encode_image(x) * self.encode_text(x)).sum(1)
 
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().sum()
+
 
 SAMPLES = torch.arange(8.0).view(2, 4) / 8
 
@@ -46,6 +49,21 @@ SAMPLES = torch.arange(8.0).view(2, 4) / 8
 def clip() -> Clip:
     torch.manual_seed(0)
     return Clip()
+
+
+def job_gathers() -> list[int]:
+    model = fsshard.wrap(clip(), backend="fsdp2")
+    fsshard.register_forward_method(model, "loss")
+    counts = []
+    for loss in (lambda: model(SAMPLES).square().sum(), lambda: model.module.loss(SAMPLES)) * 2:
+        with torch.profiler.profile() as profile:
+            loss().backward()
+        counts.append(sum(event.name == "gloo:broadcast" for event in profile.events()))
+    return counts
+
+
+def test_a_method_that_calls_the_forward_gathers_as_often(ranks: Any) -> None:
+    assert ranks.run(job_gathers, 2)[0] == [2, 2, 2, 2]
 
 
 def job_methods(backend: str) -> list[Any]:
