@@ -228,7 +228,7 @@ class FSDP2Backend(TorchShardedBackend):
                     entry.parameter.__dict__.update(attributes)
         self._state = state_of(self.module)
         # A method that runs in place of the forward may call it.
-        self.module.register_forward_hook(functools.partial(forward_goes_on, self._state), prepend=True)
+        self.module.register_forward_hook(lambda *_: forward_goes_on(self._state), prepend=True)
         self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))

@@ -174,7 +174,7 @@ def abandon_forward(unit: Any) -> None:
             setattr(one, _TRAINING, type(training).IDLE)
 
 
-def forward_goes_on(state: Any, *_: Any) -> None:
+def forward_goes_on(state: Any) -> None:
     """Take a forward that ends for one that runs, though a forward of the same model has ended within it.
 
     FSDP2 is idle by then, and would put away at the end of the outer one what is to stay gathered (torch 2.13).
