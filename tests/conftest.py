@@ -49,10 +49,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave modules to no collection of garbage; where it pays, fork ranks from a process with other libraries too."""
     gc.collect()
     gc.freeze()
-    if len(session.items) > 500:
+    if "torch" in sys.modules and not session.config.option.collectonly:
         from tests import forked
 
-        forked.PRELOADED[-1:-1] = forked.OF_OTHERS
+        if len(session.items) > 500:
+            forked.PRELOADED[-1:-1] = forked.OF_OTHERS
+        forked.serve_from_here()
 
 
 PATIENCE = 300
