@@ -116,8 +116,8 @@ def _forget_pytest() -> None:
     atexit._clear()
     logging.getLogger().handlers.clear()
     warnings.resetwarnings()
-    for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-        warnings.simplefilter("ignore", kind)
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
 
 
 _SPAWNS = SpawnProcess.__dict__["_Popen"]

@@ -165,10 +165,7 @@ def covering() -> list[Combination]:
 
 @functools.cache
 def often() -> frozenset[Combination]:
-    """Return what every commit runs: every model, variant and optimizer on two ranks, and one row on one.
-
-    On three, four and eight ranks ``test_any_ranks.py`` trains under every engine beside bare replicas.
-    """
+    """Return what every commit runs: each value on two ranks, a row on one; ``test_any_ranks.py`` takes more."""
     rows = covering()
     alone = next(row for row in rows if row.world_size == 1)
     return frozenset([*fewest([row for row in rows if row.world_size == 2]), alone])

@@ -100,8 +100,7 @@ def together(*names: str) -> Training:
 
     def loss(model: Any, rank: int, step: int) -> Tensor:
         outputs = model({name: ZOO[name].batch(rank, step) for name in names})
-        losses = [ZOO[name].loss(outputs[name]) for name in names]
-        return torch.stack(losses).sum()
+        return torch.stack([ZOO[name].loss(output) for name, output in outputs.items()]).sum()
 
     return Training(build=functools.partial(Together, names), loss=loss)
 
