@@ -82,10 +82,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 def serve_from_here() -> None:
-    """Fork the process that others are forked from: it has imported already what this one has.
-
-    Only while this process has one thread, for the others do not survive a fork.
-    """
+    """Fork the process that others are forked from, which has the imports of this one, while this has one thread."""
     server = forkserver._forkserver
     trackers.ensure_running()
     address = connection.arbitrary_address("AF_UNIX")
@@ -185,6 +182,10 @@ def _script(words: list[str], folder: str) -> None:
         with open(Path(folder, name), "w") as file:
             os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
+    served = ("fairscale", "fsshard.compat", "fsshard.backends.fairscale_patched")  # the script's redirect comes first
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith(served)]
+    for name in [name for name in sys.modules if name.startswith(served)]:
+        del sys.modules[name]
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     main = types.ModuleType("__main__")
