@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -49,10 +50,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave modules to no collection of garbage; where it pays, fork ranks from a process with other libraries too."""
     gc.collect()
     gc.freeze()
-    if len(session.items) > 500:
+    if "torch" in sys.modules and not session.config.option.collectonly:
         from tests import forked
 
-        forked.PRELOADED[-1:-1] = forked.OF_OTHERS
+        if len(session.items) > 500:
+            forked.PRELOADED[-1:-1] = forked.OF_OTHERS
+        forked.serve_from_here()
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """What is spawned starts as a copy of a process that has imported torch."""
+    from tests.forked import forking
+
+    with forking():
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks() -> Any:
+    """Such processes, to be killed; those of the pool would have to be started anew."""
+    return multiprocessing.get_context("forkserver")
 
 
 PATIENCE = 300

@@ -7,17 +7,22 @@ failures, deaths and messages does not depend on that; tests of the start itself
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
+import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import context, forkserver, get_context, popen_forkserver, reduction, spawn, util
+from multiprocessing import connection, context, forkserver, get_context, popen_forkserver, reduction, spawn, util
+from multiprocessing import resource_tracker as trackers
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from pathlib import Path
 from typing import Any, NoReturn
@@ -74,6 +79,42 @@ class _Popen(popen_forkserver.Popen):
         with open(writer, "wb", closefd=True) as pipe:
             pipe.write(start.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
+
+
+def serve_from_here() -> None:
+    """Fork the process that others are forked from, which has the imports of this one, while this has one thread."""
+    server = forkserver._forkserver
+    trackers.ensure_running()
+    address = connection.arbitrary_address("AF_UNIX")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        alive, held = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if not process:
+            try:
+                os.close(held)  # else it would never see that this process has ended
+                _forget_pytest()
+                forkserver.main(listener.detach(), alive, PRELOADED)
+            finally:
+                os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, process
+
+
+def _forget_pytest() -> None:
+    """Undo in a copy of pytest's process what pytest has set, so that it is as a new process with some imports."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
+    faulthandler.disable()
+    atexit._clear()
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", ignored)
 
 
 _SPAWNS = SpawnProcess.__dict__["_Popen"]
@@ -141,6 +182,10 @@ def _script(words: list[str], folder: str) -> None:
         with open(Path(folder, name), "w") as file:
             os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
+    served = ("fairscale", "fsshard.compat", "fsshard.backends.fairscale_patched")  # the script's redirect comes first
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith(served)]
+    for name in [name for name in sys.modules if name.startswith(served)]:
+        del sys.modules[name]
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     main = types.ModuleType("__main__")

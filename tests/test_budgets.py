@@ -8,6 +8,7 @@ says for which.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from fsshard.backends.base import Backend
 from fsshard.torch_private.registry import everything
-from tools.density import density_of
+from tools.density import Density, density_of
 
 ROOT = Path(__file__).parents[1]
 ADVICE = "make it smaller, or raise the bound and say in the commit why"
@@ -31,7 +32,7 @@ BOUNDS: dict[str, float] = {
     "conditional expressions per 100 lines": 1.63,
     "lines": 65_650,
     "lines of tests": 62_000,
-    "nodes of tests": 531_700,
+    "nodes of tests": 531_500,
 }
 """Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000
 lines, and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""
@@ -88,10 +89,11 @@ def python_files(*folders: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def measures() -> dict[str, float]:
-    files = python_files(*LIBRARY)
-    library = density_of(files)
+    files = [density_of([file]) for file in python_files(*LIBRARY)]
+    counts = zip(*map(dataclasses.astuple, files), strict=True)
+    library = Density(*map(sum, counts))
     tests = density_of(python_files("tests"))
-    of_files = [density_of([file]).nodes_per_line for file in files]
+    of_files = [file.nodes_per_line for file in files]
     return {
         "nodes": library.nodes,
         "nodes per line": library.nodes_per_line,

@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 
 import fsshard
 from fsshard.errors import UnsupportedByBackend
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of, train
 from tests.zoo import ZOO
 
@@ -78,7 +79,7 @@ def job_trained(backend: str, spelling: str) -> list[str]:
     return list(differences(vars(plain), vars(other)))
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fairscale", "fsdp2"))
 def test_torchs_policy_trains_the_same_weights(ranks: Any, backend: str) -> None:
     assert ranks.run(job_trained, 2, backend, "torch's transformer policy") == [[], []]
 

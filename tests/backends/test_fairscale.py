@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
+from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import Reentrant
 from tests.on_ranks import on_ranks
 from tests.optimizers import MyMuon, average
 from tests.sets import often
@@ -82,17 +82,6 @@ def zeroed(how: str) -> Train:
         return weights(model)
 
     return train
-
-
-class Reentrant(nn.Module):
-    """A block behind a reentrant checkpoint: the last one has the first gradient of the backward."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=True)
 
 
 def reentrant(tied: bool) -> Train:

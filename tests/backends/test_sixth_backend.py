@@ -19,7 +19,6 @@ from fsshard.backends import registry
 from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching import supervisor
 from fsshard.parity import compare
-from tests.forked import forking
 from tests.parity import faults
 from tests.portability import runs
 from tests.simulation.recipes import Net
@@ -57,13 +56,6 @@ def test_parity_says_so(ranks: Any) -> None:
 def test_its_checkpoints_go_anywhere(ranks: Any, tmp_path: Path, saver: str, loader: str) -> None:
     ranks.run(runs.job_save, 2, str(tmp_path), saver, "adamw")
     assert ranks.run(runs.job_load, 2, str(tmp_path), f"{saver}-2-adamw", loader) == [[], []]
-
-
-@pytest.fixture
-def forked() -> Iterator[None]:
-    """Processes that have imported torch, and not this backend."""
-    with forking():
-        yield
 
 
 def test_it_is_estimated(forked: None) -> None:

@@ -35,6 +35,7 @@ from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
 from tests.models import Spectral, batch, net
 from tests.portability.runs import unlike
+from tests.sets import often
 from tests.training_runs import differences
 
 
@@ -623,7 +624,7 @@ def job_by_rule(folder: str, settings: dict[str, Any]) -> tuple[dict[str, str], 
     return kinds, {"told": sum(told)}, same
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", often(SHAPES, "ddp", "fairscale", "hybrid fsdp", "hybrid fsdp2"))
 def test_ranks_are_divided_by_rules_and_one_speaks_for_all(ranks: RankPool, tmp_path: Path, shape: str) -> None:
     answers = ranks.run(job_by_rule, 4, str(tmp_path), SHAPES[shape])
     for kinds, _, same in answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -26,7 +25,6 @@ from fsshard.comm import agreement as module
 from fsshard.comm import stores
 from fsshard.comm.agreement import Channel, batches, described_tensor, exchange, fingerprint
 from fsshard.errors import CheckpointError, CorruptCheckpoint, FsshardError, StateDictError
-from tests.forked import PRELOADED
 from tests.on_ranks import on_ranks
 
 SAVE = "save('ckpt/last')"
@@ -263,14 +261,6 @@ def test_a_failure_anywhere_is_one_everywhere(ranks: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ ranks that die
-
-
-@pytest.fixture(scope="module")
-def forks() -> Any:
-    """Processes that have imported torch already, to be killed; those of the pool would have to be started anew."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__])
-    return context
 
 
 class Deaths:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.comm import tree
+from tests.parity.test_any_ranks import tree as by_hand
 
 BY_HAND = {
     2: "(0+1)",
@@ -63,13 +64,6 @@ def numbers(rank: int, length: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     exponents = torch.randint(-8, 8, (length,), generator=generator)
     return (torch.randn(length, generator=generator) * 2.0**exponents).to(dtype)
-
-
-def by_hand(parts: list[Tensor]) -> Tensor:
-    while len(parts) > 1:
-        pairs = [one + other for one, other in zip(parts[::2], parts[1::2], strict=False)]
-        parts = pairs + parts[2 * len(pairs) :]
-    return parts[0]
 
 
 def job_sums(length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

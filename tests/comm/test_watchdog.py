@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
@@ -26,17 +25,9 @@ from fsshard.comm import watchdog
 from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_channel import Deaths
-from tests.forked import PRELOADED
 from tests.sets import often
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
-
-
-@pytest.fixture(scope="module")
-def forks() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, __name__])
-    return context
 
 
 def trained(backend: str) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:

@@ -23,6 +23,7 @@ from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
 from tests.models import Spectral, batch
+from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
 STEPS = 3
@@ -371,8 +372,10 @@ def test_fsdp_goes_on(ranks: Any, nested: Any, backend: str, form: str) -> None:
     assert list(differences(expected, ranks.run(job_resume_fsdp, 2, setting, folder, backend, form)[0])) == []
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(("setting", "units"), [*itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)])])
+@pytest.mark.parametrize(
+    ("setting", "units"),
+    often(itertools.product(["AdamW", "SGD", "NAdam"], [(), ("block",)]), ("AdamW", ()), ("NAdam", ("block",))),
+)
 def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
     for backend in DISTRIBUTED:
         for here, real in ranks.run(job_back_to_fsdp, 2, setting, backend, units):

@@ -17,6 +17,7 @@ import fsshard
 from fsshard.errors import FsshardError, ModelError
 from tests.advice.following import refused
 from tests.on_ranks import on_ranks
+from tests.sets import often
 from tests.sharded.training import ALL
 from tests.training_runs import ranks_of
 
@@ -203,7 +204,7 @@ def job_weights(backend: str) -> dict[str, str]:
     return told
 
 
-@pytest.mark.parametrize("backend", ALL)
+@pytest.mark.parametrize("backend", often(ALL, "fairscale", "fsdp", "fsdp2"))
 def test_weights_are_written_as_those_of_the_bare_model(ranks: Any, backend: str) -> None:
     for told in ranks.run(job_weights, ranks_of(backend), backend):
         if backend == "fsdp":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,7 @@ def leave_when_told(ctx: Context, parent: int, stays: bool) -> str:
 # ------------------------------------------------------------------------------------------------------ spawned ranks
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forked() -> Iterator[None]:
-    with forking():
-        yield
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def test_rank_0_result_context_and_environment(bare: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,9 @@ ALL = (*DISTRIBUTED, "none")
         pytest.param("tied", "bf16", marks=pytest.mark.long),
         ("buffered", bfSixteen),
         pytest.param("tfno_tucker", "bf16", marks=pytest.mark.long),
-        ("tfno_cp", "fp16"),
+        pytest.param("tfno_cp", "fp16", marks=pytest.mark.long),
         pytest.param("uno", fpSixteen, marks=pytest.mark.long),
-        ("t5", Precision(param=BF16)),
+        pytest.param("t5", Precision(param=BF16), marks=pytest.mark.long),
         pytest.param("t5", "fp16", marks=pytest.mark.long),
         ("conv_batchnorm", "bf16"),
         pytest.param("conv_batchnorm", fpSixteen, marks=pytest.mark.long),
@@ -106,11 +106,10 @@ def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, how: str) ->
 @pytest.mark.parametrize(
     ("case", "extra"),
     [
-        ("mlp_complex", {"autocast": True}),  # for tensors that the forward makes
+        ("mlp_complex", {"autocast": True, "micro_batches": 3}),  # for tensors that the forward makes
         ("recurrent", {"autocast": True}),
         ("conv_batchnorm", {"clip": (0.1, 2.0)}),
         ("conv_batchnorm", {"groups": True}),
-        ("tfno_tucker", {"micro_batches": 3}),
     ],
     ids=str,
 )

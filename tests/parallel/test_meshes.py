@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", SETTINGS)
+@pytest.mark.parametrize("how", often(SETTINGS, "fsdp", "fsdp2", "fsdp2 zero2", "fairscale"))
 def test_the_names_are_enough(ranks: Any, how: str) -> None:
     """Sharded within pairs, replicated across, complex weights too; against four replicas averaged by hand."""
     weights, state = by_hand()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fsshard
 from fsshard.errors import FsshardError, MissingExtra
 from tests.parity import bare
-from tests.parity.trainings import TRAININGS, Training
+from tests.parity.trainings import TOGETHER, TRAININGS, Training
 from tests.training_runs import DISTRIBUTED, differences
 
 STEPS = range(2)
@@ -140,9 +140,10 @@ ONCE = [name for name in TRAININGS if not name.startswith("zoo-") or name.replac
 LATER = {
     *("fno", "tfno_tt", "tfno_cp", "uno", "sfno", "gino", "vit", "mlp", "t5"),
     *("fno_dense", "fno_complex_tucker", "fno_complex_tt", "tfno_tucker"),
-    *("orthogonal", "odd_first", "plain", "buffered", "conv_batchnorm"),
+    *("orthogonal", "plain", "buffered", "conv_batchnorm"),
+    *TOGETHER,
 }
-"""Left to ``make test-all``: kin of others that are trained at every commit."""
+"""Left to ``make test-all``: kin of others that are trained at every commit, or parts of one model that is."""
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
     return loss
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @on_ranks()
@@ -135,6 +136,7 @@ class Recomputed(nn.Module):
         return self.last(y)  # type: ignore[no-any-return]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @on_ranks()

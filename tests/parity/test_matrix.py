@@ -64,7 +64,7 @@ def test_the_rows_cover_every_pair_and_a_few_at_every_commit_every_value() -> No
     assert len(matrix.everything()) == 14 * 4 * 15 * 12
     at_once = matrix.often()
     assert at_once <= set(ROWS) and len(at_once) <= len(ROWS) // 6
-    assert {row.world_size for row in at_once} == set(WORLD_SIZES)
+    assert {row.world_size for row in at_once} == {1, 2}
     on_two = [row for row in at_once if row.world_size == 2]
     assert {row.model for row in on_two} == set(MODELS) and {row.variant for row in on_two} == set(VARIANTS)
     assert {row.optimizer for row in on_two} == set(OPTIMIZERS)
@@ -92,7 +92,7 @@ def built(recipe: Recipe) -> torch.nn.Module:
     return recipe.build()
 
 
-@pytest.mark.parametrize("model", often(MODELS, "mlp", "tfno", "vit"))
+@pytest.mark.parametrize("model", often(MODELS, "mlp", "tfno"))
 def test_clipping_bites(model: str) -> None:
     """The largest norm allowed is below the gradients' at the start and after the steps of a test."""
     recipe = base(model, "clip", "SGD")

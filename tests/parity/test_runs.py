@@ -40,23 +40,6 @@ def verdicts(ranks: Any, recipe: Any, **options: Any) -> dict[tuple[str, int], s
     return {(c.backend, c.world_size): c.verdict for c in compare(recipe, steps=2, pool=ranks, **options)}
 
 
-@pytest.mark.parametrize(
-    ("case", "changes"),
-    [
-        ("mlp_complex", {"clip": 0.05, "accumulate": 2}),
-        pytest.param("holders", {"optimizer": torch.optim.Adagrad}, marks=pytest.mark.long),
-        pytest.param("recurrent", {"accumulate": 2, "no_sync": False}, marks=pytest.mark.long),
-        ("conv_batchnorm", {"optimizer": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}}),
-    ],
-)
-def test_more_ranks_are_within_the_bound(ranks: Any, case: str, changes: dict[str, Any]) -> None:
-    """Steps start from a common state, so that Adam's amplification of rounding does not add up to a difference."""
-    recipe = functools.partial(from_zoo, case, **changes)
-    found = verdicts(ranks, recipe, backends=DISTRIBUTED, world_sizes=[3])  # four: in the matrix, every model
-    assert set(found.values()) <= {"exact", "bound"}
-    assert found["ddp", 3] == "exact"
-
-
 def test_a_unit_that_runs_several_times_is_bound_not_different(ranks: Any) -> None:
     """FSDP2 reduces what was accumulated at the first of a unit's uses (torch 2.13): another order, and known."""
     recipe = functools.partial(from_zoo, "recurrent", accumulate=2)
@@ -80,7 +63,7 @@ def test_one_process_on_the_joined_batch(ranks: Any, case: str, world_size: int)
     ("changes", "expected"),
     often(
         [({"clip": 0.05}, "exact"), ({"accumulate": 2}, "exact"), ({"accumulate": 3}, "bound")],
-        *(({"clip": 0.05}, "exact"), ({"accumulate": 3}, "bound")),
+        ({"clip": 0.05}, "exact"),
     ),
     ids=str,
 )

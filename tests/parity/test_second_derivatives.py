@@ -16,9 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
-from tests.by_hand import train as train_replicas
 from tests.models import Spectral
-from tests.on_ranks import on_ranks
 from tests.optimizers import SOAP, average
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
@@ -345,7 +343,7 @@ def job_at_four(backend: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2"))
 def test_four_ranks_train_as_replicas_but_for_rounding(ranks: Any, backend: str) -> None:
     ranks.run(job_at_four, 4, backend)
 
@@ -415,6 +413,7 @@ def test_torchs_own_clipping_behind_a_backward(ranks: Any, loss: Any) -> None:
 
 
 EVERY = ONE_PASS + SECOND + FUNCTIONS + OTHERS
+EVERY_OF_FSDP = tuple(loss for loss in (*ONE_PASS, *SECOND, *OTHERS) if loss is not pinn_border_last)
 KEPT = (penalty_alone, pinn_border_last, forces)
 BY_WEIGHTS = (hessian_of_weights, scaled_by_slopes)
 LONG = pytest.mark.long
@@ -442,7 +441,7 @@ CASES = [
     ("fsdp", (*ONE_PASS, *SECOND, *OTHERS, dual_numbers), "real", {"sharding_strategy": "FULL_SHARD"}),
     ("fsdp", KEPT, "real", {"sharding_strategy": "SHARD_GRAD_OP"}),
     ("fsdp", SECOND, "real", {"find_unused_parameters": True, "auto_wrap_policy": None}),
-    ("fsdp", tuple(loss for loss in (*ONE_PASS, *SECOND, *OTHERS) if loss is not pinn_border_last), "complex", {}),
+    pytest.param("fsdp", EVERY_OF_FSDP, "complex", {}, marks=LONG),
 ]
 
 
@@ -620,31 +619,7 @@ def test_ddp_sends_what_a_penalty_does_not_reach(ranks: Any) -> None:
         assert "Expected to have finished reduction in the prior iteration" in str(error)
 
 
-def smooth() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 1))
-
-
-def residual(model: Any, rank: int, step: int) -> Tensor:
-    """Return the loss of a PINN: of u and u_xx at this rank's points."""
-    x = torch.rand(9, 2, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
-    u = model(x)
-    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
-    loss = u.square().mean() + second.square().mean()
-    return loss
-
-
 @pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
-def test_blocks_that_are_no_units_are_recomputed_for_second_derivatives(backend: str) -> None:
-    model = fsshard.wrap(smooth(), backend=backend, activation_checkpointing={nn.Linear}, auto_wrap_policy=None)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
-    for step in range(3):
-        residual(model, torch.distributed.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    bare = smooth()
-    train_replicas(bare, torch.optim.SGD(bare.parameters(), lr=0.01), residual, steps=3, ranks=2)
-    saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+def test_blocks_that_are_no_units_are_recomputed_for_second_derivatives(ranks: Any, backend: str) -> None:
+    settings = {"activation_checkpointing": {Square}, "auto_wrap_policy": None}
+    all_right(ranks, backend, (burgers,), "real", **settings)

@@ -81,7 +81,7 @@ remembering = functools.partial(recipe, build=Remembering)
     ("source", "world_size", "expected"),
     [
         (drawing, 2, {"exact"}),
-        (drawing, 3, {"exact", "bound"}),
+        pytest.param(drawing, 3, {"exact", "bound"}, marks=pytest.mark.long),
         (counting, 3, {"exact", "bound"}),
         (remembering, 2, {"exact"}),
     ],

@@ -84,6 +84,27 @@ def on_numbers(build: Callable[[], nn.Module], *shape: int, **changes: Any) -> T
     return Training(build=seeded(build), loss=loss, **changes)
 
 
+class Together(nn.Module):
+    """Cases of the zoo side by side, each on its own inputs."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.cases = nn.ModuleDict({name: ZOO[name].build() for name in names})
+
+    def forward(self, batches: dict[str, Any]) -> dict[str, Any]:
+        return {name: call(self.cases[name], batch) for name, batch in batches.items()}
+
+
+def together(*names: str) -> Training:
+    """Train several cases of the zoo as one model, whose loss is the sum of theirs."""
+
+    def loss(model: Any, rank: int, step: int) -> Tensor:
+        outputs = model({name: ZOO[name].batch(rank, step) for name in names})
+        return torch.stack([ZOO[name].loss(output) for name, output in outputs.items()]).sum()
+
+    return Training(build=functools.partial(Together, names), loss=loss)
+
+
 # ------------------------------------------------------------------------------------------------ layouts
 
 
@@ -194,7 +215,10 @@ OWN: dict[str, Training] = {
 }
 """Models of classes of faults."""
 
+TOGETHER = ("mlp_complex", "zero_dim", "odd_first", "holders", "frozen", "transposed", "recurrent")
+
 TRAININGS: dict[str, Callable[[], Training]] = {
+    "together": functools.partial(together, *TOGETHER),
     **{f"zoo-{name}": functools.partial(of_zoo, name) for name in ZOO},
     **{f"recipe-{name}": functools.partial(of_recipe, name) for name in RECIPES},
     **{name: functools.partial(OWN.__getitem__, name) for name in OWN},

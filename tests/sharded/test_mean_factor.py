@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,24 +65,43 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None = None) -> dict[str, Tensor]:
-    """Train bare replicas, one after the other, each weighted by the number of ranks over all tokens of the step."""
+def bare_trained(means_of: Callable[[nn.Module, int], Iterable[Tensor]], steps: int = STEPS) -> dict[str, Tensor]:
+    """Train a bare model with the mean gradients that ``means_of(model, step)`` computes by hand."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for parameter, mean in zip(model.parameters(), means_of(model, step), strict=True):
+            parameter.grad = mean
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def wrapped(**settings: Any) -> tuple[Any, Any]:
+    model = fsshard.wrap(Net(), **settings)
+    return model, fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def by_hand(ranks: int, way: str, mesh: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    """Train bare replicas, one after the other, each weighted by the number of ranks over all tokens of the step."""
     scale = SCALE if way in SCALED else 1.0
     dtype = torch.float16 if way == "fp16" else None
-    for step in range(STEPS):
+
+    def means_of(model: nn.Module, step: int) -> Iterator[Tensor]:
         total = sum(count_of(step, part, rank) for part in range(parts_of(way)) for rank in range(ranks))
         gradients = []
         for rank in range(ranks):
             for part in range(parts_of(way)):
                 (sum_of(model, step, part, rank) * (ranks / total) * scale).backward()
             gradients.append(gradients_of(model))
-        for parameter, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = averaged(list(of_ranks), mesh, dtype) / scale
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        for of_ranks in zip(*gradients, strict=True):
+            yield averaged(list(of_ranks), mesh, dtype) / scale
+
+    return bare_trained(means_of)
 
 
 def job_trained(settings: dict[str, Any], way: str, mesh: tuple[int, int] | None = None) -> dict[str, Tensor]:
@@ -89,8 +109,7 @@ def job_trained(settings: dict[str, Any], way: str, mesh: tuple[int, int] | None
         settings = {**settings, "device_mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))}
     if way == "fp16":
         settings = {**settings, "mixed_precision": fsshard.Precision(param=None, reduce=torch.float16)}
-    model = fsshard.wrap(Net(), **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model, optimizer = wrapped(**settings)
     scaler = fsshard.GradScaler(model, init_scale=SCALE, enabled=way in SCALED)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(STEPS):
@@ -102,7 +121,7 @@ def job_trained(settings: dict[str, Any], way: str, mesh: tuple[int, int] | None
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return weights_of(model)
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -142,13 +161,12 @@ def test_replicas_that_are_sharded_within(ranks: Any, engine: dict[str, Any]) ->
 
 
 def job_means_of_means() -> dict[str, Tensor]:
-    model = fsshard.wrap(Net(), backend="ddp")
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model, optimizer = wrapped(backend="ddp")
     for step in range(STEPS):
         (sum_of(model, step, 0, dist.get_rank()) / max(1, count_of(step, 0, dist.get_rank()))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return weights_of(model)
 
 
 def test_a_mean_of_means_is_another_training(ranks: Any) -> None:
@@ -162,24 +180,21 @@ def test_a_mean_of_means_is_another_training(ranks: Any) -> None:
 
 def leaves_by_hand() -> dict[str, Tensor]:
     """Add up the leaves' gradients in a tree; the factor does not know how many ranks there are."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+
+    def means_of(model: nn.Module, step: int) -> Iterator[Tensor]:
         total = sum(count_of(step, 0, leaf) for leaf in range(LEAVES))
         gradients = []
         for leaf in range(LEAVES):
             (sum_of(model, step, 0, leaf) * (LEAVES / total)).backward()
             gradients.append(gradients_of(model))
-        for parameter, of_leaves in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = tree(list(of_leaves)) / LEAVES
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        for of_leaves in zip(*gradients, strict=True):
+            yield tree(list(of_leaves)) / LEAVES
+
+    return bare_trained(means_of)
 
 
 def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
-    model = fsshard.wrap(Net(), **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model, optimizer = wrapped(**settings)
     data = fsshard.data_rank()
     for step in range(STEPS):
         mine = range(data.rank, LEAVES, data.size)
@@ -188,7 +203,7 @@ def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
             (sum_of(model, step, 0, leaf) * factor).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return weights_of(model)
 
 
 @pytest.mark.covering
@@ -208,9 +223,7 @@ BATCHES = (2, 4)
 
 
 def joined_by_hand() -> dict[str, Tensor]:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(max(BATCHES)):
+    def means_of(model: nn.Module, step: int) -> Iterator[Tensor]:
         going_on = [rank for rank, number in enumerate(BATCHES) if step < number]
         total = sum(count_of(step, part, rank) for part in range(2) for rank in going_on)
         gradients = []
@@ -218,16 +231,14 @@ def joined_by_hand() -> dict[str, Tensor]:
             for part in range(2):
                 (sum_of(model, step, part, rank) * (len(going_on) / total)).backward()
             gradients.append(gradients_of(model))
-        for parameter, of_ranks in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
-            parameter.grad = averaged(list(of_ranks), None, None)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        for of_ranks in zip(*gradients, strict=True):
+            yield averaged(list(of_ranks), None, None)
+
+    return bare_trained(means_of, max(BATCHES))
 
 
 def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
-    model = fsshard.wrap(Net(), **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model, optimizer = wrapped(**settings)
     rank = dist.get_rank()
     with fsshard.join(model) as joined:
         for step in joined(range(BATCHES[rank])):
@@ -237,7 +248,7 @@ def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
             (sum_of(model, step, 1, rank) * factor).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
@@ -253,9 +264,8 @@ HALVES = (slice(0, 2), slice(2, None))
 
 def split_by_hand() -> dict[str, Tensor]:
     """Two data ranks, each of two ranks that have some of its tokens: means over data, and their sums."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+
+    def means_of(model: nn.Module, step: int) -> Iterator[Tensor]:
         total = count_of(step, 0, 0) + count_of(step, 0, 1)
         means = []
         for rows in HALVES:
@@ -264,18 +274,16 @@ def split_by_hand() -> dict[str, Tensor]:
                 (sum_of(model, step, 0, rank, rows) * (2 / total)).backward()
                 gradients.append(gradients_of(model))
             means.append([averaged(list(of_ranks), None, None) for of_ranks in zip(*gradients, strict=True)])
-        for parameter, first, second in zip(model.parameters(), *means, strict=True):
-            parameter.grad = first + second
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
+        for first, second in zip(*means, strict=True):
+            yield first + second
+
+    return bare_trained(means_of)
 
 
 def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
     rows = HALVES[mesh.get_local_rank("cp")]
-    model = fsshard.wrap(Net(), device_mesh=mesh["data"], replicated={"": mesh["cp"]}, **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model, optimizer = wrapped(device_mesh=mesh["data"], replicated={"": mesh["cp"]}, **settings)
     rank = fsshard.data_rank(mesh).rank
     with pytest.raises(RankMismatch) as refused:
         model.mean_factor(rows.stop or 4)
@@ -284,7 +292,7 @@ def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
         (sum_of(model, step, 0, rank, rows) * factor).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: value.clone() for name, value in model.state_dict().items()}, str(refused.value)
+    return weights_of(model), str(refused.value)
 
 
 @pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)

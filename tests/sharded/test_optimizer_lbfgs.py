@@ -16,6 +16,7 @@ from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.sharded.optimizer_lbfgs import _Vector
 from tests.models import Spectral, batch
 from tests.optimizers import average
+from tests.sets import often
 from tests.sharded.test_optimizer_whole import shapes
 from tests.training_runs import differences
 
@@ -128,7 +129,7 @@ def _sorted(state: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(state.items()))
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", often(SETTINGS, "searching"))
 def test_two_ranks_step_as_bare_replicas(ranks: Any, kind: str) -> None:
     """Losses, evaluations, weights and state to the last bit: torch's own under ddp, and where parameters are divided
     torch's own whose inner products are added up in float64."""
@@ -203,7 +204,7 @@ def job_joint(backend: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "backend", ["fsdp2", "fairscale", *(pytest.param(each, marks=LONG) for each in ("ddp", "fsdp"))]
+    "backend", ["fsdp2", *(pytest.param(each, marks=LONG) for each in ("fairscale", "ddp", "fsdp"))]
 )
 def test_four_ranks_go_where_one_process_goes(ranks: Any, backend: str) -> None:
     """In float64 over 12 iterations; some ranks hold no row of a weight, or own no parameter."""

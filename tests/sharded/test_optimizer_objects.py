@@ -191,7 +191,7 @@ def job_resume(kind: str, backend: str, folder: str) -> list[str]:
 
 
 CASES = [(kind, engine) for kind in CLASSES for engine in ENGINES]
-OFTEN = [("GaLore", "fsdp2"), ("names", "fairscale"), ("Made", "fsdp"), ("EightBit", "fsdp2"), ("Made", "ddp")]
+OFTEN = [("GaLore", "fsdp2"), ("names", "fairscale"), ("Made", "fsdp"), ("EightBit", "ddp")]
 
 
 @pytest.mark.parametrize(("kind", "backend"), often(CASES, *OFTEN))

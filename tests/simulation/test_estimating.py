@@ -10,7 +10,6 @@ import functools
 import gc
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from fsshard.simulation.machine import Machine
 from fsshard.simulation.result import figure, overview
 from fsshard.simulation.simulation import Job, simulate
 from fsshard.simulation.worker import Simulator, rebuilt, run_job, simulate_all
-from tests.forked import forking, run_script
+from tests.forked import run_script
 from tests.sets import often
 from tests.simulation.recipes import (
     Adapted,
@@ -71,11 +70,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forked() -> Iterator[None]:
-    """Simulators start as copies of a process that has imported torch."""
-    with forking():
-        yield
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,21 +20,16 @@ from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
 from fsshard.simulation.tuning.search_space import Candidate
 from fsshard.simulation.tuning.tuning import Search, _bytes
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
-from tests.forked import forking
 from tests.simulation.tuning.recipes import Block, Tower, samples, tower
 
 RECIPE = "tests.simulation.tuning.recipes:tower"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forked() -> Iterator[None]:
-    """Simulators start as copies of a process that has imported torch."""
-    with forking():
-        yield
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture(scope="module")
-def found(_forked: None) -> TuneResult:
+def found(forked: None) -> TuneResult:
     return fsshard.tune(RECIPE, world_size=4, backend=["fsdp2", "ddp"], limit=6)
 
 
