@@ -7,6 +7,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """End a training step as scripts do."""
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class Spectral(nn.Module):
     """A layer with its own complex weight next to a real one, as a spectral convolution has."""
 

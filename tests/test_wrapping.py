@@ -29,7 +29,7 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from tests.models import Net, batch, net
+from tests.models import Net, batch, net, take_step
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
 
@@ -218,8 +218,7 @@ def with_scripted_shift() -> nn.Module:
 def train_scripted(model: Any, optimizer: Any) -> None:
     for step in range(2):
         model(torch.ones(3, 2) + step).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 @pytest.mark.parametrize("backend", DISTRIBUTED)
@@ -386,8 +385,7 @@ def job_sparse_training(backend: str) -> list[str]:
         for step in range(3):
             model(torch.tensor([[1, 2, 3], [3, 4, 5 + step]][dist.get_rank()])).square().mean().backward()
             norms.append(model.clip_grad_norm_(0.1, [2.0, 1.0, float("inf")][step]))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         return [norms, dict(model.state_dict())]
 
     return list(differences(train(False), train(True)))
@@ -449,8 +447,7 @@ def trained(backend: str, clip: float = 0.1, kind: Any = torch.optim.Adam, **set
         model(batch(number)).square().mean().backward()
         if clip:
             model.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         with torch.no_grad():
             model(batch(number))
         model.state_dict()  # between steps, whatever the engine left unsharded

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fsshard
 from tests.advice.following import DIVIDED, batch, cases, is_right, is_trained, plain, refused, square, train
-from tests.models import net
+from tests.models import net, take_step
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -19,8 +19,7 @@ SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 def step(model: Any, optimizer: Any) -> None:
     square(model, batch()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def case_schedulers() -> None:

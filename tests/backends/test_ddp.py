@@ -17,7 +17,7 @@ from torch import nn
 import fsshard
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from tests.dropped import Known, run_pass
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.training_runs import differences
 
 
@@ -35,8 +35,7 @@ def job_thaw(raw: bool) -> bool:
         if number == 2:
             module.first.requires_grad_(True)
         model(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     mine = module.first.weight.detach().clone()
     theirs = mine.clone()
     torch.distributed.broadcast(theirs, 0)
@@ -80,8 +79,7 @@ def job_hooked(raw: bool) -> tuple[bool, dict[str, torch.Tensor]]:
         before = len(seen)
         model(batch(number)).square().mean().backward()
         called.append(len(seen) > before)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return all(called), {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -181,8 +179,7 @@ def job_steps_in_backward(backend: str, ours: bool, after: bool) -> dict[str, to
 
     def hook_of(optimizer: Any) -> Any:
         def hook(_: nn.Parameter) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
         return hook
 
@@ -225,8 +222,7 @@ def job_return_value(kept: bool, called: bool) -> tuple[list[str], bool]:
         warnings.simplefilter("always")
         for number in range(2):
             model(batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     theirs = module[0].weight.detach().clone()
     dist.broadcast(theirs, 0)
     texts = [str(warning.message) for warning in caught if "fsshard" in str(warning.message)]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.errors import OptimizerError, UnsupportedByBackend
 from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import Reentrant
+from tests.models import take_step
 from tests.on_ranks import on_ranks
 from tests.optimizers import MyMuon, average
 from tests.sets import often
@@ -56,8 +57,7 @@ def loop(model: Any, optimizer: Any, steps: int = 4, group: Any = None, micro: i
     for step in range(steps):
         for part in range(micro):
             model(data(micro * step + part, group)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return weights(model)
 
 
@@ -246,8 +246,7 @@ def test_a_parameter_has_one_optimizer(which: str) -> None:
         built.append(optimizer)
         bare(data(0)).square().mean().backward()
         average(bare)
-        plain.step()
-        plain.zero_grad()
+        take_step(plain)
         loop(model, optimizer, 1)
     model(data(0)).square().mean().backward()
     with pytest.raises(OptimizerError, match="Step the later one"):
@@ -288,8 +287,7 @@ def job_addresses(which: str, optimizer: Any, whole: bool) -> tuple[set[int], li
                 (each(x) - 1).square().mean().backward()
             average(bare)
             for each in (theirs, mine):
-                each.step()
-                each.zero_grad()
+                take_step(each)
         places |= {entry.parameter.data_ptr() % 64 for entry in model.backend.all}
         found += differences(bare.state_dict(), model.state_dict())
     return places, found

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.backends.whole import state_of
 from fsshard.errors import UnsupportedByBackend
-from tests.models import two_heads
+from tests.models import take_step, two_heads
 
 Step = tuple[tuple[str, ...], ...]
 """For each micro-batch, the head that each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
@@ -50,8 +50,7 @@ def job_trained(quiet: bool, torchs: bool, implementation: str) -> tuple[dict[st
                 model(inputs(step, part, dist.get_rank()), heads[dist.get_rank()]).square().mean().backward()
         clip = torch.nn.utils.clip_grad_norm_ if torchs else None
         norms.append(float(clip(model.parameters(), 0.5) if clip else model.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     entries = model.backend.entries.items()
     held = [name for name, entry in entries if state_of(optimizer.inner, entry)]
     return model.state_dict(), norms, held
@@ -67,8 +66,7 @@ def by_hand() -> tuple[dict[str, Tensor], list[float]]:
             for rank, head in enumerate(heads):
                 (model(inputs(step, part, rank), head).square().mean() / 4).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {name: value.detach() for name, value in model.state_dict().items()}, norms
 
 
@@ -97,8 +95,7 @@ def job_reduced_in_bfloat16() -> dict[str, Tensor]:
     for step, micro in enumerate(STEPS[1:3]):
         for part, heads in enumerate(micro):
             model(inputs(step, part, dist.get_rank()), heads[dist.get_rank()]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.state_dict())
 
 
@@ -119,8 +116,7 @@ def test_an_earlier_mean_is_not_rounded_again(ranks: Any) -> None:
                 if weight.is_complex():
                     mean = torch.view_as_complex(mean)
                 weight.grad = mean if weight.grad is None else weight.grad + mean
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     weights = ranks.run(job_reduced_in_bfloat16, 4)[0]
     for name, weight in model.state_dict().items():
         assert torch.equal(weights[name], weight), name

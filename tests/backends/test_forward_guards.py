@@ -16,6 +16,7 @@ from torch.nn import functional
 import fsshard
 from tests import by_hand
 from tests.advice.following import refused
+from tests.models import take_step
 from tests.on_ranks import on_ranks
 from tests.sets import often
 from tests.training_runs import differences
@@ -323,8 +324,7 @@ def replicas(name: str, steps: int = 3) -> list[dict[str, Any]]:
             for parameter in pair:
                 parameter.grad = mean.clone()
         for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return [{"losses": losses[rank], "weights": dict(models[rank].state_dict())} for rank in range(2)]
 
 
@@ -351,8 +351,7 @@ def job_train(names: list[str], backend: str, units: bool | None, precision: str
                 loss = loss_of(name, model, batch(step, dist.get_rank()))
                 loss.backward()
                 losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             outcome[name] = {"losses": losses, "weights": dict(model.state_dict())}
         except (fsshard.FsshardError, RuntimeError) as error:
             outcome[name] = (type(error).__name__, str(error))
@@ -563,8 +562,7 @@ def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> N
     by_hand.train(bare, judge, lambda m, rank, step: m(batch(step, rank)), steps=2, ranks=2)
     for step in range(2):
         model(batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     saved = model.state_dict()
     assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
 
@@ -630,8 +628,7 @@ def job_after_an_error(backend: str) -> dict[str, Any]:
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(3):
         model(batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.mul_(1.0)

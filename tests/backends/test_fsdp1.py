@@ -11,7 +11,7 @@ from torch import nn
 import fsshard
 from fsshard.errors import ModelError
 from fsshard.torch_private.fsdp1 import let_go
-from tests.models import net
+from tests.models import net, take_step
 from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
@@ -93,8 +93,7 @@ def job_frozen(raw: bool) -> tuple[list[bool], list[bool]]:
     before = wrapped.state_dict()
     for _ in range(2):
         wrapped(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     after = wrapped.state_dict()
     return model.seen, [torch.equal(before[name], after[name]) for name in before]
 
@@ -132,8 +131,7 @@ def job_gradients_held() -> tuple[int, int]:
         model.module.large.requires_grad_(large)
         model(torch.ones(2, 4)).sum().backward()
         held.append(sum(t.untyped_storage().nbytes() for t in model.backend.held_by_engine()["gradients"]))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert held[0] == held[2]
     return held[0], held[1]
 
@@ -297,8 +295,7 @@ def job_turned() -> list[bool]:
             model(2 * batch).backward()
             gradient = next(p for n, p in model.module.named_parameters() if n.endswith("matrix.weight")).grad
             assert gradient.stride() == (1, 4)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         trained.append(model.state_dict())
     return [torch.equal(trained[0][name], trained[1][name]) for name in ("matrix.weight", "kernel.bias")]
 
@@ -332,8 +329,7 @@ def test_a_frozen_module_may_be_held_twice(backend: str) -> None:
     for _ in range(2):
         for each, own in ((model, optimizer), (bare, judge)):
             each(tokens).square().mean().backward()
-            own.step()
-            own.zero_grad()
+            take_step(own)
     saved = model.state_dict()
     assert list(saved) == list(bare.state_dict())
     assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())

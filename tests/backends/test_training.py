@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from tests import training_runs
-from tests.models import Spectral, batch
+from tests.models import Spectral, batch, take_step
 from tests.optimizers import average
 from tests.sets import often
 from tests.training_runs import differences
@@ -65,8 +65,7 @@ def bare(head: bool, reference_grad: bool) -> dict[str, Tensor]:
     for number in range(4):
         preferences(module, module, number, reference_grad).backward()
         average(module)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return module.state_dict()
 
 
@@ -88,8 +87,7 @@ def job_preferences(folder: str, head: bool, unused: bool, reference_grad: bool)
                 module, model, optimizer = wrapped(head, find_unused_parameters=unused, **engine)
                 fsshard.load(f"{folder}/{index}", model, optimizer)
             preferences(model, module, number, reference_grad).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         found += [f"{engine}: {difference}" for difference in differences(want, dict(model.state_dict()))]
     return found
 
@@ -121,8 +119,7 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
         model(batch(number)).square().mean().backward()
         if engine is None:
             average(module)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.state_dict())
 
 
@@ -293,8 +290,7 @@ def evaluated(engine: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
     for number in range(2):
         kept = [model(batch(number + 9)).square().mean()] if evaluates else []
         model(batch(number)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         kept.clear()
     return dict(model.state_dict())
 

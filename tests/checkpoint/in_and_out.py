@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fsshard
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.training_runs import differences
 
 
@@ -43,8 +43,7 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     """One step; the same on every rank."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
     model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def optimizer_of(model: Any, lr: float = 1e-2) -> Any:

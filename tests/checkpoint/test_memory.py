@@ -21,7 +21,7 @@ from fsshard.checkpoint import staging
 from fsshard.checkpoint.staging import Staging
 from fsshard.launching.pool import RankPool
 from tests.memory import LiveBytes
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.portability.runs import SHARDED
 
 WIDTH = 128
@@ -45,8 +45,7 @@ def job_memory(folder: str, backend: str, save: bool) -> dict[str, Any]:
     model = fsshard.wrap(Wide(), backend=backend)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
     model(torch.ones(4, WIDTH)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     found = {"own": own_bytes(model, optimizer), "saved": 0, "loaded": 0}
     found["piece"] = max(entry.shape.numel() * 8 for entry in model.backend.entries.values())
     if save:

@@ -16,7 +16,7 @@ import fsshard
 from fsshard.checkpoint.inspecting import inspect
 from fsshard.cli import app as cli
 from fsshard.errors import AlreadyWrapped, CheckpointError, ConfigurationError, StateDictError
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.optimizers import average
 from tests.sets import often
 from tests.training_runs import ENGINES, NAMES
@@ -293,8 +293,7 @@ def distil(model: Any, teacher: Any, optimizer: Any) -> list[float]:
         loss.backward()
         if not isinstance(model, fsshard.ShardedModule):
             average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(loss.item())
     return losses
 

@@ -33,7 +33,7 @@ from fsshard.comm.agreement import Channel
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
-from tests.models import Spectral, batch, net
+from tests.models import Spectral, batch, net, take_step
 from tests.portability.runs import unlike
 from tests.sets import often
 from tests.training_runs import differences
@@ -66,8 +66,7 @@ def trained(module: nn.Module, backend: str = "fsdp2") -> tuple[fsshard.ShardedM
 def step(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> None:
     dtype = next(model.parameters()).dtype
     model(batch(0).to(torch.float64 if dtype == torch.float64 else torch.float32)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -474,8 +473,7 @@ def job_epochs(path: str, stop: int, steps: int) -> list[float]:
         for (x,) in DataLoader(data, batch_size=EACH, sampler=sampler):
             loss = model(x).square().mean()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             sampler.trained(EACH * dist.get_world_size())
             losses.append(float(loss))
             if len(losses) == stop:
@@ -559,8 +557,7 @@ def job_resumed_qat(backend: str, folder: str) -> list[str]:
     def step(model: Any, optimizer: Any, number: int) -> None:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
     def made() -> tuple[Any, Any]:
         model = fsshard.wrap(observed(), backend=backend)

@@ -20,7 +20,7 @@ import fsshard
 from fsshard.comm import watchdog
 from fsshard.comm.stores import PatientStore
 from fsshard.errors import RankMismatch
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 
 
 class CountingStore:
@@ -215,8 +215,7 @@ def job_calls(folder: str) -> dict[str, int]:
         def step() -> None:
             model(batch(dist.get_rank())).square().mean().backward()
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
         counted("step", step)
         counted("state_dict", model.state_dict)

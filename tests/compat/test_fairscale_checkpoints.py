@@ -22,7 +22,7 @@ import fsshard
 from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
-from tests.models import Spectral, batch
+from tests.models import Spectral, batch, take_step
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
@@ -294,8 +294,7 @@ def train_and_record(model: Any, module: nn.Module, optimizer: Any, first: int) 
     for number in range(first, first + STEPS):
         model(batch(number)).square().mean().backward()
         kept.append({name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return kept
 
 

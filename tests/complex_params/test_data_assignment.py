@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import FsshardError
-from tests.models import net
+from tests.models import net, take_step
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
 
@@ -59,8 +59,7 @@ WRITES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
 def one_step(model: Any, optimizer: Any) -> None:
     """The same batch on all ranks, so that one process does the same."""
     model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def job_writes(backend: str) -> list[str]:

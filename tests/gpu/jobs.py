@@ -16,6 +16,7 @@ import fsshard
 from fsshard.recipes.recipe import resolve
 from fsshard.simulation.simulation import Job, measure
 from tests.gpu.recipes import STEPS
+from tests.models import take_step
 
 TRAINED = 3
 ENGINES: dict[str, dict[str, Any]] = {
@@ -61,8 +62,7 @@ def train(sgd: bool = False, stream: bool = False, **settings: Any) -> dict[str,
         for step in range(TRAINED):
             with model.autocast():
                 model(batch(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     torch.cuda.current_stream().wait_stream(own)
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
@@ -73,8 +73,7 @@ def native() -> dict[str, Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(TRAINED):
         model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
@@ -152,8 +151,7 @@ def seconds_of_a_step(source: str, backend: str, recomputed: Any = None) -> floa
         torch.cuda.synchronize()
         start = time.perf_counter()
         recipe.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
@@ -167,8 +165,7 @@ def overlap(backend: str) -> tuple[float, float]:
 
     def step() -> None:
         model(torch.ones(2048, 4096, device="cuda")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
     for _ in range(3):
         step()

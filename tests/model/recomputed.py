@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from tests.models import Spectral, batch
+from tests.models import Spectral, batch, take_step
 from tests.training_runs import gradients
 
 WIDTH = 6
@@ -124,8 +124,7 @@ def train(backend: str, steps: int = 3, **settings: Any) -> dict[str, Any]:
         trace["losses"].append(loss.item())
         loss.backward()
         trace["gradients"].append(gradients(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         trace["calls"].append([block.calls for block in blocks])
     trace["weights"], trace["random"] = model.state_dict(), torch.get_rng_state()
     assert list(trace["weights"]) == names, "names"

@@ -23,7 +23,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.model import activation_offload, host_copies
 from fsshard.model.activation_checkpointing import apply_checkpointing
 from fsshard.model.host_copies import offloading_to, to_device, to_host
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.optimizers import average
 from tests.training_runs import ranks_of
 
@@ -113,8 +113,7 @@ def train(model: nn.Module, optimizer: Any, bare: bool) -> list[float]:
         value.backward()
         if bare:
             average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(value.item())
     return losses
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, StateDictError
 from fsshard.model.lora import adapters_of
-from tests.models import Spectral, batch
+from tests.models import Spectral, batch, take_step
 from tests.optimizers import average
 from tests.training_runs import differences
 
@@ -83,8 +83,7 @@ def train(model: Any, steps: range, optimizer: Any) -> None:
         model(batch(step)).square().mean().backward()
         if not isinstance(model, fsshard.ShardedModule):
             average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def adam(model: Any) -> Any:

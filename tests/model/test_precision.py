@@ -22,7 +22,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.precision import _cast, bf16_ready, bfSixteen, check_buffers, check_precision, fp32_policy, fpSixteen
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
-from tests.models import Spectral, batch, net
+from tests.models import Spectral, batch, net, take_step
 from tests.parity.bare import average
 from tests.training_runs import DISTRIBUTED, Run, compare, ranks_of, train
 
@@ -91,8 +91,7 @@ def job_checkpointed_before(how: str) -> list[Tensor]:
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(2):
         model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return list(model.state_dict().values())
 
 
@@ -255,8 +254,7 @@ def job_in_full_parameters(backend: str) -> list[Any]:
     for _ in range(2):
         outputs.append(model(tokens))
         outputs[-1].square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     with torch.no_grad():
         outputs.append(model(tokens))
         with model.full_parameters():
@@ -369,8 +367,7 @@ def autocast_steps(model: Any, optimizer: Any, regions: int) -> list[float]:
                 loss.backward()
                 if not isinstance(model, fsshard.ShardedModule):
                     average(model)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 losses.append(loss.item())
     return losses
 

@@ -18,7 +18,7 @@ import fsshard
 from fsshard.errors import PrecisionError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
 from tests.forked import forking
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 
 BACKENDS = ("ddp", "fsdp2", "fairscale")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,8 +119,7 @@ def job_trained(
                 loss = model(batch(rank, number + 100 * micro_batch)).square().mean()
                 losses.append(loss.item())
                 loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     with torch.no_grad():
         after = model(batch(rank, 0)).square().mean().item()
         with model.full_parameters():

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 import fsshard
 from fsshard.backends.whole import state_of
 from fsshard.errors import ConfigurationError
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, differences
 
@@ -59,8 +59,7 @@ def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tupl
     for number in range(STEPS):
         model(batch(number)).square().mean().backward()
         model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     entries = model.backend.entries.values()
     states = [state_of(optimizer.inner, entry) for entry in entries]
     held = sum(found["momentum_buffer"].numel() for found in states if found)
@@ -121,8 +120,7 @@ def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[
         for number in range(first, first + 2):
             model(batch(number)).square().mean().backward()
             model.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         return model.state_dict(), optimizer.state_dict()["state"]
 
     how = {**settings, "device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 from fsshard.recipes.recipe import Recipe, resolve
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.sets import often
 
 ENGINES: dict[str, dict[str, Any]] = {
@@ -75,8 +75,7 @@ def job_trained(engine: str, way: str, mesh: tuple[int, int] | None) -> dict[str
                 model(samples(step, part, dist.get_rank()), uses).square().mean().backward()
         if way == "clipped":
             model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -191,8 +190,7 @@ def job_recipe(name: str, folder: str) -> dict[str, dict[str, Tensor]]:
                 fsshard.load(f"{folder}/{engine}", model, optimizer)
             for step in part:
                 loss_of(recipe, model, step, rank, ranks).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
             if not part[0]:
                 fsshard.save(f"{folder}/{engine}", model, optimizer)
         weights[engine] = tensors_of(model)

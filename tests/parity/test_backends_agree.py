@@ -16,6 +16,9 @@ from tests.training_runs import DISTRIBUTED, Run, compare
         ("neuralop.AdamW", {"weight_decay": 0.01}),
         pytest.param("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, marks=pytest.mark.long),
         pytest.param("Adam", {"weight_decay": 0.01, "amsgrad": True}, marks=pytest.mark.long),
+        pytest.param("AdamW", {"foreach": True}, marks=pytest.mark.long),
+        pytest.param("Adadelta", {"weight_decay": 0.01}, marks=pytest.mark.long),
+        pytest.param("RMSprop", {"centered": True, "momentum": 0.9}, marks=pytest.mark.long),
     ],
 )
 def test_optimizers_keep_their_meaning(ranks: Any, optimizer: str, hyper: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ModelError, OptimizerError, RankMismatch
-from tests.models import Spectral, batch, net, two_heads
+from tests.models import Spectral, batch, net, take_step, two_heads
 from tests.training_runs import DISTRIBUTED, differences
 
 
@@ -28,8 +28,7 @@ def backward(model: Any, number: int, *args: Any) -> None:
 def train(model: Any, optimizer: Any, *numbers: int) -> None:
     for number in numbers:
         backward(model, number)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def evaluate(model: Any) -> float:
@@ -58,8 +57,7 @@ def loop_validate_before_step(model: Any, optimizer: Any) -> list[Any]:
     for number in range(3):
         backward(model, number)
         values.append(evaluate(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         values.append(evaluate(model))
     return values
 
@@ -98,8 +96,7 @@ def loop_nested_no_sync(model: Any, optimizer: Any) -> list[Any]:
                 backward(model, number)
             backward(model, number + 1)
         backward(model, number + 2)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return []
 
 
@@ -185,8 +182,7 @@ def job_fairscale_one_rank_unused() -> dict[str, Any]:
     model, optimizer = start("fairscale", two_heads(), auto_wrap_policy=None)
     for number in range(2):
         backward(model, number, "ab"[dist.get_rank()])
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.state_dict()
 
 
@@ -248,16 +244,14 @@ def loop_two_steps(model: Any, optimizer: Any) -> None:
     for number in range(2):
         backward(model, number, "a")
         optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def loop_two_heads_accumulated(model: Any, optimizer: Any) -> None:
     for number in range(2):
         for head in "ab":
             backward(model, number, head)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def job_kept_gradients(backend: str, how: str) -> dict[str, Any]:
@@ -312,8 +306,7 @@ def auxiliary(backend: str, given: bool) -> list[Any]:
     for number in range(3):
         loss = model(batch(number)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
     return losses
 
@@ -327,8 +320,7 @@ def logged_forward(backend: str, given: bool) -> list[Any]:
             with model.no_sync():
                 model(batch(9))  # never sent backward
             model.train()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return [model.state_dict()]
 
 

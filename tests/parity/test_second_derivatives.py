@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.optimizers import SOAP, average
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
@@ -221,8 +221,7 @@ def by_hand(
     for step in range(steps):
         loss(shown(model), step)
         average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.state_dict()
 
 
@@ -241,8 +240,7 @@ def ours(
     optimizer = fsshard.build_optimizer(model, kind, whole=kind is SOAP, **HYPER[kind])
     for step in range(steps):
         loss(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.state_dict()
 
 
@@ -319,8 +317,7 @@ def job_frozen(backend: str) -> list[bool]:
             average(bare)
             burgers(model, step)
             for each in (judge, optimizer):
-                each.step()
-                each.zero_grad()
+                take_step(each)
         found.append(same(model.state_dict(), bare.state_dict()) is True)
     return found
 
@@ -376,8 +373,7 @@ def job_pino(backend: str) -> list[bool]:
             pino(each, step)
             if each is bare:
                 average(bare)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     got = model.state_dict()
     return [torch.equal(got[name], weight) for name, weight in bare.named_parameters()]
 
@@ -514,8 +510,7 @@ def train(model: Any, optimizer: Any) -> None:
     penalty_alone(model, 7)
     if not hasattr(model, "backend"):
         average(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def write(model: Any, optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch, StateDictError
 from fsshard.sharded.averages import KEY
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.optimizers import average
 
 ENGINES: list[tuple[str, dict[str, Any]]] = [
@@ -66,8 +66,7 @@ def train(model: Any, optimizer: Any, steps: range, after: Callable[[], None]) -
         loss(model, step).backward()
         if not isinstance(model, fsshard.ShardedModule):
             average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         after()
 
 

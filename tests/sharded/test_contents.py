@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ModelError
-from tests.models import Spectral, batch, net
+from tests.models import Spectral, batch, net, take_step
 from tests.sets import often
 from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, differences, ranks_of
@@ -75,8 +75,7 @@ def job_put_in_later(backend: str) -> Tensor:
         if number == 8:
             model.module[1] = nn.BatchNorm1d(4, affine=False)
         model.train()(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     with torch.no_grad():
         return model.eval()(torch.ones(1, 4))  # type: ignore[no-any-return]
 
@@ -143,8 +142,7 @@ def job_several_forwards(loss: Any, backends: list[str]) -> list[dict[str, Tenso
             loss(model, torch.randn(3, 4)).backward()
             for parameter in parameters if backend is None else []:
                 dist.all_reduce(parameter.grad.div_(2))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         if backend is None:
             for buffer in model.buffers():
                 dist.broadcast(buffer.data, 0)
@@ -202,8 +200,7 @@ def job_unlike_shapes(backend: str) -> list[list[dict[str, Any]]]:
             for one, other in ((12, 8), (12, 8), (8, 8), (16, 16)):
                 length = one if dist.get_rank() == longer else other
                 model(torch.randn(3, 4), length, 100.0 * dist.get_rank()).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 states.append(model.state_dict())
             found.append(states[-2:])
     return found

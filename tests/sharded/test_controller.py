@@ -15,7 +15,7 @@ from fsshard.errors import ModelError, OptimizerError
 from fsshard.sharded.controller import ModelController
 from tests import by_hand
 from tests.advice.following import refused
-from tests.models import net
+from tests.models import net, take_step
 from tests.on_ranks import on_ranks
 from tests.sharded.training import ALL
 from tests.training_runs import DISTRIBUTED
@@ -66,8 +66,7 @@ def test_no_attribute_of_the_users_model_is_overwritten(backend: str) -> None:
         assert torch.equal(output, bare(x)), step
         for each, own in ((output, optimizer), (bare(x), judge)):
             each.square().sum().backward()
-            own.step()
-            own.zero_grad()
+            take_step(own)
     assert {name: getattr(inner, name) for name in names} == before
     assert {name: getattr(model, name) for name in names} == before
     saved = model.state_dict()

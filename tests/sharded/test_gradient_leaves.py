@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 
 LEAVES = 8
 STEPS = 3
@@ -88,8 +88,7 @@ def train(model: Any, optimizer: Any, steps: range, leaves: int = LEAVES) -> lis
         for leaf in model.leaves(leaves):
             had.append(leaf)
             model(samples(step, leaf, leaves)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return had
 
 

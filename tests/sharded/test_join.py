@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
 from tests.forked import forking
-from tests.models import Spectral, net
+from tests.models import Spectral, net, take_step
 from tests.training_runs import ENGINES, NAMES
 
 
@@ -68,8 +68,7 @@ def by_hand(
                 weight.grad = sum(gradients[1:], gradients[0]) / len(going_on)  # type: ignore[arg-type, operator]
         for replica, optimizer in zip(replicas, optimizers, strict=True) if going_on else ():
             nn.utils.clip_grad_norm_(replica.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return [replica.state_dict() for replica in replicas]
 
 
@@ -82,8 +81,7 @@ def job_uneven(engine: dict[str, Any], counts: list[int], broadcast: bool, exact
             loss = model(x).square().mean()
             (loss if joined.active else loss * float("nan")).backward()  # which is nobody's affair
             model.clip_grad_norm_(1e9)  # gradients as they are, and a collective more
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             told.append((joined.active, joined.ranks))
     found = model.state_dict()
     for key, value in by_hand(counts, broadcast=broadcast, clip=1e9)[rank].items():
@@ -125,8 +123,7 @@ def job_buffers(engine: dict[str, Any]) -> None:
         with joined:
             for step, x in enumerate(joined(batches(rank, counts[rank])), 1):
                 (model(x).square().mean() + (model(2 * x).square().mean() if twice else 0.0)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
                 if look:
                     close(model.state_dict(), stop=step)
                 if step == stop:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 from fsshard.errors import FsshardError, RankMismatch
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.parity.test_any_ranks import averaged, tree
 from tests.training_runs import ENGINES, NAMES
 
@@ -72,8 +72,7 @@ def bare_trained(means_of: Callable[[nn.Module, int], Iterable[Tensor]], steps: 
     for step in range(steps):
         for parameter, mean in zip(model.parameters(), means_of(model, step), strict=True):
             parameter.grad = mean
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -164,8 +163,7 @@ def job_means_of_means() -> dict[str, Tensor]:
     model, optimizer = wrapped(backend="ddp")
     for step in range(STEPS):
         (sum_of(model, step, 0, dist.get_rank()) / max(1, count_of(step, 0, dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return weights_of(model)
 
 
@@ -201,8 +199,7 @@ def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
         factor = model.mean_factor([count_of(step, 0, leaf) for leaf in mine], leaves=LEAVES)
         for leaf in model.leaves(LEAVES):
             (sum_of(model, step, 0, leaf) * factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return weights_of(model)
 
 
@@ -246,8 +243,7 @@ def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
             with model.no_sync():
                 (sum_of(model, step, 0, rank) * factor).backward()
             (sum_of(model, step, 1, rank) * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return weights_of(model)
 
 
@@ -290,8 +286,7 @@ def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     for step in range(STEPS):
         factor = model.mean_factor(count_of(step, 0, rank))
         (sum_of(model, step, 0, rank, rows) * factor).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return weights_of(model), str(refused.value)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError
 from tests.dropped import PASSES, Known, run_pass
-from tests.models import Net, batch, net
+from tests.models import Net, batch, net, take_step
 from tests.parity.bare import average
 from tests.sharded.training import ALL, train, trained
 from tests.training_runs import DISTRIBUTED, differences, lost_by_saving, ranks_of
@@ -93,8 +93,7 @@ def job_flag(backend: str) -> tuple[list[str], bool]:
                 model.require_backward_grad_sync = micro == 2
                 model(batch(3 * step + micro)).square().mean().backward()
             averaged()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
 
     bare = net()
     steps(bare, torch.optim.Adam(bare.parameters(), lr=0.01), lambda: dist.get_world_size() > 1 and average(bare))
@@ -172,8 +171,7 @@ def job_drops_one(backend: str, folder: str) -> list[str]:
                 if step == 0 and (name.startswith("last") or parameter.is_complex()):
                     parameter.grad = None
         for each in (bare, optimizer):
-            each.step()
-            each.zero_grad()
+            take_step(each)
     fsshard.save(folder, model, optimizer)
     fsshard.load(folder, model, optimizer)
     state = optimizer.state_dict()["state"]

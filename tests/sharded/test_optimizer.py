@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
-from tests.models import Net, batch, net, two_heads
+from tests.models import Net, batch, net, take_step, two_heads
 from tests.optimizers import MyLion, MyMuon
 from tests.sharded.training import ALL, train
 from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
@@ -177,8 +177,7 @@ def test_a_compiled_step_of_another_model_is_left_alone(ranks: Any) -> None:
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     for number in range(3):
         bare(torch.full((2, 3), float(number))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     for found, expected in zip(ranks.run(job_compiled_beside_a_wrapped_model, 1)[0], bare.parameters(), strict=True):
         assert torch.equal(found, expected)
 
@@ -292,8 +291,7 @@ def job_unused(backend: str, heads: list[str], find: bool) -> dict[str, Any]:
         head = heads[torch.distributed.get_rank()]
         model(batch(number), head).square().mean().backward()
         model.clip_grad_norm_(0.05)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.state_dict()
 
 
@@ -378,8 +376,7 @@ def job_zero_dim_round_trip(backend: str) -> list[str]:
             if reload and number == 2:
                 optimizer.load_state_dict(optimizer.state_dict())
             loss_of(run, model, number).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         found.append({"weights": model.state_dict(), "state": optimizer.state_dict()})
     return list(differences(*found))
 

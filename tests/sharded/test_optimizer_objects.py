@@ -23,7 +23,7 @@ from fsshard import recipes
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, OptimizerError, UnsupportedByBackend
 from fsshard.state_objects import SavedObject, described, fields_of, tensors_in
 from tests.forked import forking
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.optimizers import Written
 from tests.sets import often
 from tests.training_runs import differences
@@ -145,8 +145,7 @@ def trained(model: Any, optimizer: Any, steps: range) -> dict[str, Any]:
     for step in steps:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.state_dict())
 
 

@@ -16,7 +16,7 @@ import fsshard
 from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer_views import GRAIN, GRID, blocks_of
 from tests import optimizers as written
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.optimizers import Blocked, average
 from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
 
@@ -146,8 +146,7 @@ def job_last_in_closure(backend: str, name: str) -> list[str]:
         for part in range(3):
             micro(bare, step, part).backward()
         written.average(bare)
-        reference.step()
-        reference.zero_grad()
+        take_step(reference)
         with model.no_sync():
             for part in range(2):
                 micro(model, step, part).backward()
@@ -238,8 +237,7 @@ def blocked_steps(model: Any, optimizer: Any, steps: range, *, bare: bool = Fals
         model(batch(number)).square().mean().backward()
         if bare:
             average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def job_blocked(build: Any, *backends: str) -> dict[str, list[str]]:

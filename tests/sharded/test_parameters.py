@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import fsshard
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.simulation.tracking import Tracker
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.training_runs import DISTRIBUTED, ranks_of
 
 
@@ -181,8 +181,7 @@ def job_hooks(backend: str) -> dict[tuple[str, str], set[int | str]]:
                     counts[name] = "refused"
     for _ in range(2):
         model(torch.ones(2, 6)).abs().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {key: set(counts.values()) for key, counts in calls.items()}
 
 
@@ -209,8 +208,7 @@ def job_after_a_failed_forward(backend: str) -> list[float]:
     def step() -> None:
         loss = model(torch.ones(2, 6)).square().sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
 
     step()
@@ -302,8 +300,7 @@ def _two_steps(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
             step + 3
         )  # the same on all ranks, so that means are the bare model's
         model(samples).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model.state_dict()
 
 

@@ -21,7 +21,7 @@ from fsshard.backends.cost import unit_cost
 from fsshard.planning.bounds import sent
 from fsshard.sharded.reports import MemoryReport
 from fsshard.simulation.tracking import Tracker
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.training_runs import DISTRIBUTED
 
 BACKENDS = [*DISTRIBUTED, "none"]
@@ -45,8 +45,7 @@ def job_report(backend: str) -> list[dict[str, int]]:
     found = [held(model.memory_report())]
     model(batch(0)).square().mean().backward()
     found.append(held(model.memory_report()))
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     found.append(held(model.memory_report()))
     with model.no_sync():
         model(batch(1)).square().mean().backward()
@@ -127,8 +126,7 @@ def job_tracked(backend: str) -> tuple[list[MemoryReport], MemoryReport, dict[st
             loss.backward()
             del loss
             alive = dict(memory.live().ranks[0].by_kind)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             steps.append(memory.step())
     return steps, memory.report(all_ranks=True), alive, writer.scalars
 

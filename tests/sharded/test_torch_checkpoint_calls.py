@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsshard
 from fsshard.sharded.torch_checkpoint_calls import by_name
-from tests.models import Spectral
+from tests.models import Spectral, take_step
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -93,8 +93,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> None:
     for step in steps:
         for leaf in model.leaves(LEAVES, seed=step):
             model(samples(step, leaf)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         scheduler.step()
 
 
@@ -346,8 +345,7 @@ def job_raw(folder: str, loads: bool) -> Any:
     else:
         for step in range(2):
             model(samples(step, dist.get_rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             scheduler.step()
         dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
     return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))

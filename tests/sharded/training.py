@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fsshard
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 from tests.training_runs import DISTRIBUTED
 
 ALL = (*DISTRIBUTED, "none")
@@ -25,7 +25,6 @@ def train(model: Any, optimizer: Any, steps: Any) -> list[float]:
     for step in steps:
         loss = model(batch(step)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
     return losses

@@ -15,7 +15,7 @@ import fsshard
 from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
 from fsshard.checkpoint.inspecting import inspect
 from fsshard.errors import CheckpointError, CorruptCheckpoint
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 
 
 def trained(backend: str) -> tuple[Any, Any]:
@@ -27,8 +27,7 @@ def trained(backend: str) -> tuple[Any, Any]:
 
 def step(model: Any, optimizer: Any) -> None:
     model(batch(dist.get_rank() if dist.is_initialized() else 0)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def weights(model: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fsshard
-from tests.models import batch, net
+from tests.models import batch, net, take_step
 
 needs_s3 = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("s3fs", "moto", "flask")),
@@ -22,8 +22,7 @@ BUCKET = "s3://bucket/run"
 
 def step(model: Any, optimizer: Any) -> None:
     model(batch(dist.get_rank())).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def job_on_s3(server: dict[str, str], backend: str, saves: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError
 from tests.model.test_lora import ENGINES, KINDS, Net, adam, net, tensors, train
-from tests.models import batch
+from tests.models import batch, take_step
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -163,8 +163,7 @@ def job_prompts(folder: str, kind: str) -> list[str]:
         optimizer = adam(model)
         for _ in range(2):
             model(input_ids=words, labels=words).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         fsshard.export(model, f"{folder}/{backend}", "peft")
         torch.distributed.barrier()
         files = [load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("ddp", backend)]

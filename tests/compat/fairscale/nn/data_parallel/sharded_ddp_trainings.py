@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsshard.compat.fairscale.nn import checkpoint_wrapper
 from fsshard.compat.fairscale.nn.data_parallel import ShardedDataParallel
 from fsshard.compat.fairscale.optim.oss import OSS
+from tests.models import take_step
 
 SGD = {"optim": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"optim": torch.optim.Adam, "lr": 0.01}
@@ -210,8 +211,7 @@ def train_backwards(kind: str, mode: str, **kw: Any) -> list[Tensor]:
             assert mode == "gradient of parameters in between"
             backward(loss_of(wrapped, first))
             torch.autograd.grad(loss_of(wrapped, second), list(module.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return values(module)
 
 
@@ -334,8 +334,7 @@ def train_normalized(kind: str, eval_between: bool, **kw: Any) -> list[Tensor]:
     wrapped, optimizer = build(kind, module, **kw)
     for step in range(3):
         loss_of(wrapped, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if eval_between:
             wrapped.eval()
             with torch.no_grad():
@@ -365,8 +364,7 @@ def train_modules_apart(kind: str, accumulate: bool, added: bool) -> list[Tensor
             with one.no_sync(), other.no_sync():
                 other(one(batch(2 * step))).square().mean().backward()
         other(one(batch(2 * step + accumulate))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return values(whole)
 
 
@@ -379,8 +377,7 @@ def train_partly_owned(kind: str, **kw: Any) -> list[Tensor]:
         for _ in range(2):
             loss_of(wrapped, step).backward()
         for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
+            take_step(each)
     return values(module)
 
 
@@ -443,8 +440,7 @@ def train_checkpointed(kind: str, mode: str, **kw: Any) -> list[Tensor]:
     for step in range(4):
         called(batch(step).requires_grad_()).square().mean().backward()
         after(wrapped)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return values(module)
 
 

@@ -41,6 +41,7 @@ from tests.compat.fairscale.nn.data_parallel.sharded_ddp_trainings import (
     mlp,
     values,
 )
+from tests.models import take_step
 from tests.on_ranks import on_ranks
 from tests.oss.trainings import clip, refusal
 
@@ -200,8 +201,7 @@ def test_accumulation_under_no_sync_alone_is_reduced_at_the_step() -> None:
             for each, optimizer in both:
                 with each.no_sync() if each.module is module else contextlib.nullcontext():
                     loss_of(each, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer)
     assert equal(module, expected) and sum("no_sync" in text for text in warned) == 1
 
 
@@ -371,8 +371,7 @@ def train_clipped(kind: str, norm_type: float, pattern: str, **options: Any) -> 
         parameters = [p for n, p in named if pattern == "all" or not n.endswith("bias")]
         loss_of(wrapped, step).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.01, norm_type))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return [*norms, *values(module)]
 
 
@@ -514,8 +513,7 @@ def test_an_error_under_no_sync_is_of_one_rank_alone() -> None:
         both[0][1].zero_grad()
         for each, optimizer in both:
             loss_of(each, step, False).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     assert equal(module, expected)
 
 
@@ -602,8 +600,7 @@ def test_one_rank() -> None:
         wrapped.reduce()
         loss_of(expected, step).backward()
         for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
+            take_step(each)
         for each in (module, expected):
             each[0].requires_grad_(step % 2 == 0)
     assert equal(module, expected)
@@ -688,6 +685,5 @@ def test_one_rank_alone_freezes_and_evaluates() -> None:
             wrapped.train()
         for each, optimizer in both:
             loss_of(each, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     assert equal(module, expected)
