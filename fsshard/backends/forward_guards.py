@@ -334,7 +334,7 @@ def check_places(
     if all(map(operator.is_, tensors, shards)):
         return
     for name, tensor, shard, known in zip(names, tensors, shards, others(), strict=True):
-        if tensor is not shard and all(tensor is not other for other in known):
+        if tensor is not shard and id(tensor) not in map(id, known):
             raise ModelError(
                 f"{name!r} is not the engine's parameter any more when its unit's forward begins: "
                 "torch.func.functional_call, or an assignment after fsshard.wrap, has put another tensor there, which "
