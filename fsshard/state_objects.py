@@ -92,7 +92,7 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 def _inner_of(tensor: Any) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
-    fields: dict[str, Any] = {}
+    fields = {}
     for name in names:
         fields[name] = getattr(tensor, name)
     fields[CONTEXT] = context

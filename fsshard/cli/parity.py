@@ -159,7 +159,7 @@ def _each(
     pool: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Any]:
     """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
-    results: dict[str, Any] = {}
+    results = {}
     with output.held_output(show=not request.quiet) as stderr:
         for recipe in request.recipes:
             # All recipes are imported before the first of them is trained.

@@ -159,7 +159,7 @@ def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
     # There is one count per node, from a text such as "4(x2),3".
-    counts: list[int] = []
+    counts = []
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)

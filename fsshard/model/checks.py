@@ -69,7 +69,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
 def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
     names_of_wrappers = {*wrappers, OURS}
-    engines: dict[type, str | None] = {}  # class of modules -> the wrapper that it is one of
+    engines = {}  # class of modules -> the wrapper that it is one of
     managed = False
     for name, module in modules.items():
         # It copies its module in every forward, past any engine.
@@ -202,7 +202,7 @@ def check_parameters(
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     # A tied one once, by its first name.
     first_names: dict[int, str] = {}
-    parameters: dict[str, nn.Parameter] = {}
+    parameters = {}
     for slot in slots:
         parameter = slot.parameter
         if first_names.setdefault(id(parameter), slot.name) == slot.name:

@@ -77,8 +77,8 @@ def _holds_meta(module: nn.Module) -> bool:
 
 def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
     """Leave shapes in the modules and return their values: parameters and buffers by the user's names, ties once."""
-    values: dict[str, Tensor] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    values = {}
+    parameters = {}
     for slot in slots:
         parameter = slot.parameter
         if id(parameter) not in parameters:
@@ -86,7 +86,7 @@ def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> di
             blank = torch.empty_like(parameter, device="meta")
             parameters[id(parameter)] = _like(parameter, blank)
         slot.owner._parameters[slot.stored] = parameters[id(parameter)]
-    buffers: dict[int, Tensor] = {}
+    buffers = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -155,7 +155,7 @@ class ValueSource:
         for slots in places:
             self._made += slots
         holdings = parameters + buffers
-        without: set[str] = set()
+        without = set()
         if self.init is not None:
             init = self.init
             # A buffer that modules of several units share is made here.
@@ -187,7 +187,7 @@ class ValueSource:
         return Holding(new, tuple(names), tuple(places), memory)
 
     def _allocate_buffers(self, modules: list[nn.Module]) -> list[Holding]:
-        reals: dict[int, Tensor] = {}
+        reals = {}
         names: dict[int, list[str]] = {}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in modules:

@@ -160,7 +160,7 @@ def cast_params(table: ModuleTable, plan: Plan, *, rounds_as_it_gathers: bool) -
             them is left already: they cast their parameters themselves too.
         rounds_as_it_gathers: the engine rounds the weights of units with a ``send`` where it gathers them.
     """
-    computed: dict[str, Callable[[Tensor], Tensor]] = {}
+    computed = {}
     for each in plan.units:
         if each.send is not None:
             computed[each.name] = functools.partial(_rounded_to, each.send, rounds_as_it_gathers)
@@ -211,8 +211,8 @@ def _with_cast(
     **kwargs: Any,
 ) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
-    copies: dict[int, Tensor] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    copies = {}
+    before = []
     try:
         for slot, cast in _fsshard_casts:
             parameters = stored_in(slot.owner)

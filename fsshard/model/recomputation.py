@@ -249,7 +249,7 @@ def _check_arguments(
 
     Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.
     """
-    caches: list[tuple[Any, int]] = []
+    caches = []
     leaves: list[Any] = []
     map_containers(leaves.append, (args, kwargs), "plain")
     for leaf in leaves:
@@ -359,7 +359,7 @@ def _noting(module: nn.Module, changed: list[_Buffer]) -> Iterator[None]:
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
     """Yield all buffers with their values."""
-    copies: dict[int, Tensor] = {}
+    copies = {}
     for owner in module.modules():
         if hasattr(owner, "disable_patch_batchnorm"):
             continue

@@ -136,7 +136,7 @@ def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
         return _through_node_flat(args, kwargs)
     # FSDP2's containers, so that the same ones are kept and the same ones are rebuilt under every backend.
-    tensors: list[Tensor] = []
+    tensors = []
 
     def take(leaf: Any) -> Any:
         if _takes_gradient(leaf):

@@ -82,7 +82,7 @@ def combined(
     owners = [parameters[place].detach() for place in present]
     device = owners[0].device
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
-    order: list[int] = []
+    order = []
     for indices in grouped_by_device_and_dtype(owners):
         order += [present[index] for index in indices]
     if isinstance(norms[order[0]], Tensor):
@@ -105,8 +105,8 @@ def scale(
     total: Tensor,
 ) -> None:
     """Clip what gradients there are, as ``torch.nn.utils.clip_grads_with_norm_`` does, sparse ones included."""
-    dense: list[Tensor] = []
-    sparse: list[Tensor] = []
+    dense = []
+    sparse = []
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -133,7 +133,7 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
         return None
     with_gradient = {id(parameter) for parameter in parameters if parameter.grad is not None}
     counted: list[Tensor] = []
-    norms: dict[int, float] = {}
+    norms = {}
     for reduction in reductions:
         places = _places_spoken_for(reduction, with_gradient)
         first = len(counted)
@@ -250,7 +250,7 @@ def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device
     for gradient in gradients:
         kind = (gradient.device, gradient.dtype)
         by_kind.setdefault(kind, []).append(gradient)
-    overflows: dict[torch.device, Tensor] = {}
+    overflows = {}
     for (device, _), same_kind in by_kind.items():
         if device not in overflows:
             overflows[device] = torch.zeros((), device=device)

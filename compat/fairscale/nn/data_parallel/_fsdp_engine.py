@@ -232,7 +232,7 @@ class InnerFSDP(TorchFSDP):
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
-                views: dict[Place, Tensor | None] = {}
+                views = {}
                 for each in owners:
                     for owner, name in each.places:
                         parameter = owner._parameters[name]
