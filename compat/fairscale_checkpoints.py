@@ -200,7 +200,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
             steps.add(float(item["step"]))
     if len(steps) > 1:
         raise ConfigurationError(f"parameters took different counts of steps ({sorted(steps)}); FSDP keeps one for all")
-    numbered: dict[int, dict[str, Any]] = {}
+    numbered = {}
     unit_of: dict[int, int | None] = {}
     for index, unit in enumerate(units):
         for name in unit:

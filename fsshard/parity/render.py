@@ -374,7 +374,7 @@ def figure(report: ParityReport) -> Figure:
     looks = _looks(report.cells)
     gaps = {}
     for quantity in ("loss", "weight"):
-        values: list[float] = []
+        values = []
         for cell in report.cells:
             values += _gaps(cell, quantity)
         if any(values):
