@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
@@ -244,10 +245,10 @@ def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> Non
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     """Return two different tensors, a parameter among them, that have elements in common; or None."""
-    by_storage: dict[int, list[str]] = {}
+    by_storage = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
-            by_storage.setdefault(storage_of(tensor), []).append(name)
+            by_storage[storage_of(tensor)].append(name)
     for names in by_storage.values():
         if len(names) == 1:
             continue

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -169,12 +170,12 @@ def cast_params(table: ModuleTable, plan: Plan, *, rounds_as_it_gathers: bool) -
     if not computed:
         return
     modules = table.modules
-    blocks: dict[nn.Module, list[str]] = {}
+    blocks = defaultdict(list)
     for name in (*plan.recomputed, *plan.recomputed_before):
         if name in computed:
             continue
         for module in modules[name].modules():
-            blocks.setdefault(module, []).append(name)
+            blocks[module].append(name)
     first_names: dict[int, str] = {}
     casts: dict[str, _Casts] = {}
     for slot in table.slots():

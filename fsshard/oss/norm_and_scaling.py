@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -246,10 +247,10 @@ def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device
     """Multiply real gradients of any dtype, in place; tell by device whether one of them has an infinity or a NaN."""
     # torch's own refuses float16, which fully sharded models have, and knows no complex ones (2.13:
     # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
-    by_kind: dict[Any, list[Tensor]] = {}
+    by_kind = defaultdict(list)
     for gradient in gradients:
         kind = (gradient.device, gradient.dtype)
-        by_kind.setdefault(kind, []).append(gradient)
+        by_kind[kind].append(gradient)
     overflows = {}
     for (device, _), same_kind in by_kind.items():
         if device not in overflows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,9 +131,9 @@ def _members(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     """Sum the collectives by kind, the largest payload first."""
-    by_kind: dict[str, list[Collective]] = {}
+    by_kind = defaultdict(list)
     for collective in collectives:
-        by_kind.setdefault(collective.kind, []).append(collective)
+        by_kind[collective.kind].append(collective)
     summed = []
     for kind, calls in by_kind.items():
         by_group: dict[tuple[int, ...], GroupTraffic] = {}

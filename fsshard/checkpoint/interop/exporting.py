@@ -119,10 +119,7 @@ def export(
         hint = "pass model= with one of these names (--model)"
         name = model or ""
         reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
-        frozen = []
-        for key, why in reader.index.model.dropped.items():
-            if why == parts.FROZEN:
-                frozen.append(key)
+        frozen = [key for key, why in reader.index.model.dropped.items() if why == parts.FROZEN]
         if frozen:
             raise ConfigurationError(
                 f"export of {os.fspath(source)!r}: expected a checkpoint of the whole model, got one that was saved "
@@ -178,10 +175,7 @@ def _format(path: Path, given: str | None) -> str:
 
 def _averaged(index: Index, average: str) -> Index:
     """Return an index in which the model's keys lead to an average of its weights."""
-    names = []
-    for name, saved in index.optimizers.items():
-        if saved.kind == AVERAGES:
-            names.append(name)
+    names = [name for name, saved in index.optimizers.items() if saved.kind == AVERAGES]
     if average not in names:
         raise ConfigurationError(f"average={average!r}: the checkpoint has {', '.join(map(repr, names)) or 'none'}")
     states = index.optimizer_tensors(average)
@@ -201,10 +195,7 @@ def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
     if optimizer is False:
         return None
-    names = []
-    for name, saved in index.optimizers.items():
-        if saved.kind != AVERAGES:
-            names.append(name)
+    names = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
     if optimizer is True and len(names) == 1:
         return names[0]
     if optimizer not in names:

@@ -5,7 +5,7 @@ What is compared within a step is in step_causes.py.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,10 +169,9 @@ def _changing_alone(copies: Copies, others: Copies) -> list[str]:
 
 def _copies(one: ScriptTrace) -> Copies:
     """Return the digests that each copy of the weights has had."""
-    copies: Copies = {}
+    copies = defaultdict(set)
     for record in one.ranks[0].steps.values():
         for name, sketch in record.buffers.items():
             if name.startswith(COPY):
-                of_copy = copies.setdefault(name, set())
-                of_copy.add(sketch.digest)
+                copies[name].add(sketch.digest)
     return copies
