@@ -41,6 +41,9 @@ from fsshard.sharded.state_dict import check_keys
 
 from .trainers import by_number
 
+# Of all ranks, or of several optimizers.
+States = Sequence[State]
+
 # What FairScale, or torch, loads.
 StateDict = dict[str, Any]
 
@@ -84,7 +87,7 @@ def sharded_ddp_state(model: ShardedModule) -> StateDict:
 
 def load_optimizer_state(
     optimizer: ShardedOptimizer,
-    state: State | Sequence[State],
+    state: State | States,
     *,
     names: Names | None = None,
     strict: bool = True,
@@ -241,7 +244,7 @@ class _Backing(NamedTuple):
     paddings: list[int]  # by rank
 
 
-def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> StateDict:
+def join_model_shards(states: States, metadata: States) -> StateDict:
     """Join the model's whole state dict from ``local_state_dict()`` of all ranks. Local.
 
     As FairScale's ``consolidate_shard_weights``; shared weights are tied by :func:`load_model_state`.
@@ -270,8 +273,8 @@ def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> Sta
 
 
 def consolidate(
-    states: Sequence[State],
-    metadata: Sequence[State],
+    states: States,
+    metadata: States,
     with_buffers: bool,
     strict: bool,
 ) -> StateDict:
@@ -303,7 +306,7 @@ def consolidate(
     return whole
 
 
-def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> StateDict:
+def join_optimizer_shards(states: States, metadata: States) -> StateDict:
     """Join the whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
 
     Args:
@@ -355,7 +358,7 @@ def names_in_metadata(metadata: State) -> list[list[str]]:
     return units
 
 
-def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> StateDict:
+def _joined(backings: Sequence[_Backing], states: States) -> StateDict:
     """Join the parameters in flat ones, which all ranks must have."""
     missing = []
     for backing in backings:
@@ -372,8 +375,8 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> StateDict:
 
 
 def _backings(
-    states: Sequence[State],
-    metadata: Sequence[State],
+    states: States,
+    metadata: States,
     alone: bool = False,
 ) -> list[_Backing]:
     if not states or len(states) != len(metadata):
@@ -388,7 +391,7 @@ def _backings(
 
 def _of_module(
     module: State,
-    metadata: Sequence[State],
+    metadata: States,
     index: int,
     alone: bool = False,
 ) -> Iterator[_Backing]:

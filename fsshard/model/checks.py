@@ -24,6 +24,9 @@ from fsshard.planning.policies import Precision
 from fsshard.planning.text import aligned
 from fsshard.state_objects import is_composite
 
+Modules = Mapping[str, nn.Module]
+Tensors = Mapping[str, Tensor]
+
 
 class CheckedBackend(Protocol):
     """The part of a backend's class that the checks use; of its facts ``divides`` and ``keeps_grad_dtype``."""
@@ -67,7 +70,7 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     return slots
 
 
-def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str]) -> None:
+def check_not_wrapped(modules: Modules, wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
     names_of_wrappers = {*wrappers, OURS}
     engines = {}  # class of modules -> the wrapper that it is one of
@@ -102,7 +105,7 @@ def _where(name: str) -> str:
     return "the model"
 
 
-def _check_dense(buffers: Mapping[str, Tensor], slots: Iterable[ParameterSlot]) -> None:
+def _check_dense(buffers: Tensors, slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         parameter = slot.parameter
         if is_composite(parameter):
@@ -133,7 +136,7 @@ def _check_strided(kind: str, name: str, tensor: Tensor) -> None:
 
 
 def check_modules(
-    modules: Mapping[str, nn.Module],
+    modules: Modules,
     precision: Precision,
     backend: CheckedBackend,
     world_size: int,
@@ -170,7 +173,7 @@ def check_modules(
         _check_layer_drop(modules, backend)
 
 
-def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend) -> None:
+def _check_layer_drop(modules: Modules, backend: CheckedBackend) -> None:
     """Raise for transformers' LayerDrop."""
     # A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
     # transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
@@ -196,7 +199,7 @@ def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend)
 
 
 def check_parameters(
-    buffers: Mapping[str, Tensor],
+    buffers: Tensors,
     slots: Sequence[ParameterSlot],
     backend: CheckedBackend,
 ) -> None:
@@ -227,7 +230,7 @@ def check_parameters(
             raise UnsupportedByBackend(setting, backend.name, "leave grad_dtype as it is")
 
 
-def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> None:
+def _check_memory(tensors: Tensors, backend: CheckedBackend) -> None:
     """Raise for two tensors that share memory and would train apart."""
     shared = overlapping(tensors)
     if shared is None:
@@ -243,7 +246,7 @@ def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> Non
         )
 
 
-def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def overlapping(tensors: Tensors) -> tuple[str, str] | None:
     """Return two different tensors, a parameter among them, that have elements in common; or None."""
     by_storage = defaultdict(list)
     for name, tensor in tensors.items():
@@ -270,7 +273,7 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     return None
 
 
-def _in_common(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def _in_common(tensors: Tensors) -> tuple[str, str] | None:
     """Return two of the tensors over one storage that have a byte in common; two columns of a table, say, have none."""
     storage = next(iter(tensors.values())).untyped_storage()
     mask = torch.zeros(storage.nbytes(), dtype=torch.bool)
@@ -321,7 +324,7 @@ def unmark_managed(modules: Iterable[nn.Module]) -> None:
 
 
 def check_same_model(
-    buffers: Mapping[str, Tensor],
+    buffers: Tensors,
     slots: Sequence[ParameterSlot],
     settings: Mapping[str, Any],
     group: dist.ProcessGroup | None,

@@ -23,7 +23,7 @@ from typing import TypeVar
 from fsshard.checkpoint.format.division import RANK_FILE
 from fsshard.checkpoint.format.index import INDEX_FILE, Index, ordinal_in, read_index, says_ours, write_index
 from fsshard.checkpoint.format.object_store import is_url, latest_url, refuse_url
-from fsshard.checkpoint.format.tensors_file import open_regular
+from fsshard.checkpoint.format.tensors_file import StrPath, open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
@@ -42,7 +42,6 @@ SWEEPING = 10.0
 DYING = 0.5
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
-StrPath = str | os.PathLike[str]
 Value = TypeVar("Value")
 
 

@@ -22,7 +22,7 @@ from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
 from fsshard.checkpoint.format.index import Index, Tree, Values, some
 from fsshard.checkpoint.format.object_store import refuse_url
-from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
+from fsshard.checkpoint.format.tensors_file import STORED, StrPath, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
 from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
@@ -45,8 +45,8 @@ AVERAGES = parts.class_name(Averages)
 
 
 def export(
-    source: ShardedModule | str | os.PathLike[str],
-    file: str | os.PathLike[str],
+    source: ShardedModule | StrPath,
+    file: StrPath,
     format: str | None = None,
     *,
     optimizer: bool | str | ShardedOptimizer = False,

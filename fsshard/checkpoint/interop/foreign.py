@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import RANK_FILE, Range
 from fsshard.checkpoint.format.index import INDEX_FILE
-from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import StrPath, TensorsFile, open_regular, parse_json
 from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
@@ -45,7 +45,7 @@ READER = "_fsshard_reader"
 Tree = dict[Any, Any]
 
 
-def foreign(path: str | os.PathLike[str]) -> str | None:
+def foreign(path: StrPath) -> str | None:
     """Tell the kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
 
     ``"safetensors"`` and ``"torch"`` are files; ``"hf"``, ``"dcp"``, ``"deepspeed"`` and ``"neuralop"`` directories, as

@@ -29,7 +29,7 @@ Mismatches = dict[str, tuple[object, object]]
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
 # What was taken off the names of a state dict, and the rest.
-Variant = tuple[str, dict[str, Any]]
+Variant = tuple[str, Tree]
 
 
 def clean_path(path: str) -> str:

@@ -36,7 +36,7 @@ from fsshard.checkpoint.format.index import (
     Values,
     write_index,
 )
-from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
+from fsshard.checkpoint.format.tensors_file import STORED, StrPath, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import READER, foreign, open_tree, unknown
 from fsshard.checkpoint.interop.foreign_names import (
@@ -74,8 +74,8 @@ PlacedDict = tuple[Place, dict[Any, Any]]
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: StrPath,
+    destination: StrPath,
     *,
     trust_pickle: bool = False,
     optimizer: bool = True,

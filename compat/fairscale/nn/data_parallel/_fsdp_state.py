@@ -236,7 +236,10 @@ def check_local(
             for _, alias in instance.module.ties():
                 aliases.add(path_below(path, alias))
     missing = [key for key in expected if key not in shapes]
-    unexpected = [key for key in shapes if key not in expected and key not in aliases]
+    unexpected = []
+    for key in shapes:
+        if key not in expected and key not in aliases:
+            unexpected.append(key)
     wrong = {}
     for key, shape in expected.items():
         got = shapes.get(key, shape)
