@@ -324,10 +324,7 @@ class _Load:
             names = ", ".join(map(printable, saved)) or "none"
             raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {names}")
         self.missing += absent
-        loadless = []
-        for name, value in self.targets.items():
-            if not hasattr(value, "load_state_dict"):
-                loadless.append(name)
+        loadless = [name for name, value in self.targets.items() if not hasattr(value, "load_state_dict")]
         if loadless:
             raise ConfigurationError(
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "

@@ -234,11 +234,7 @@ class Index:
 
     def tensors_in(self, file: str) -> list[str]:
         """List the tensors that have a piece in a file."""
-        names = []
-        for name, info in self.tensors.items():
-            if pieces_in(info.pieces, file):
-                names.append(name)
-        return names
+        return [name for name, info in self.tensors.items() if pieces_in(info.pieces, file)]
 
 
 def read_index(

@@ -85,11 +85,7 @@ def _by_step(
     """Return what ``compared`` say: what came first explains the rest; of one step in their order."""
     firsts = [first(tell, old, new, steps) for tell in compared]
     firsts.sort(key=lambda step_and_words: step_and_words[0])
-    sentences = []
-    for step, words in firsts:
-        if words:
-            sentences.append(f"step {step}: {words}")
-    return sentences
+    return [f"step {step}: {words}" for step, words in firsts if words]
 
 
 def _is_fairscale(one: ScriptTrace) -> bool:

@@ -347,11 +347,7 @@ def _states(ranks: Ranks) -> dict[str, str]:
 
 def _lost(states: Texts, others: Texts) -> Names:
     """Return of what there are states, and none in the other script, which has the parameter."""
-    lost = []
-    for name, state in states.items():
-        if state and others.get(name) == "":
-            lost.append(name)
-    return sorted(lost)
+    return sorted(name for name, state in states.items() if state and others.get(name) == "")
 
 
 def _classes(record: Record) -> set[Any]:
