@@ -41,6 +41,12 @@ from fsshard.sharded.state_dict import check_keys
 
 from .trainers import by_number
 
+# Of all ranks, or of several optimizers.
+States = Sequence[State]
+
+# What FairScale, or torch, loads.
+StateDict = dict[str, Any]
+
 # ------------------------------------------------------------------------------------------------ models
 
 
@@ -60,7 +66,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
     """
     raw = raw_state_dict(model.backend)
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> StateDict:
         plain = plain_names(model, state)
         check_keys(model.backend, plain, raw, strict)
         return plain
@@ -68,7 +74,7 @@ def load_model_state(model: ShardedModule, state: State, *, strict: bool = True)
     model.load_state_dict(agree(model.backend.settings.group, prepare), strict=strict)
 
 
-def sharded_ddp_state(model: ShardedModule) -> dict[str, Any]:
+def sharded_ddp_state(model: ShardedModule) -> StateDict:
     """Return the state dict that FairScale's ``ShardedDataParallel(net, ...)`` loads. Collective.
 
     Its FullyShardedDataParallel takes ``model.state_dict()`` as it is.
@@ -81,7 +87,7 @@ def sharded_ddp_state(model: ShardedModule) -> dict[str, Any]:
 
 def load_optimizer_state(
     optimizer: ShardedOptimizer,
-    state: State | Sequence[State],
+    state: State | States,
     *,
     names: Names | None = None,
     strict: bool = True,
@@ -113,7 +119,7 @@ def load_optimizer_state(
 # ------------------------------------------------------------------------------------------------ optimizers, written
 
 
-def oss_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def oss_state(optimizer: ShardedOptimizer) -> StateDict:
     """Return the state that FairScale's OSS, or a torch optimizer, with the same groups loads. Collective.
 
     Returns:
@@ -149,10 +155,7 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
         # The innermost unit around each place that holds the weight.
         homes = set()
         for slot in entry.slots:
-            around = []
-            for unit in of_units:
-                if not unit or slot.name.startswith(f"{unit}."):
-                    around.append(unit)
+            around = [unit for unit in of_units if not unit or slot.name.startswith(f"{unit}.")]
             homes.add(max(around, key=len))
         if len(homes) > 1:
             raise ConfigurationError(
@@ -163,7 +166,7 @@ def fsdp_names(model: ShardedModule, units: Sequence[str] = ()) -> list[list[str
     return [names for names in of_units.values() if names]
 
 
-def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None) -> dict[str, Any]:
+def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None) -> StateDict:
     """Return the state that ``get_shard_from_optim_state_dict`` of FairScale's FSDP takes. Collective.
 
     Args:
@@ -194,13 +197,10 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
                 "one flat state for them all"
             )
     # flatten_optim_state_dict of FairScale 0.4.13 gives all parameters the numbers of the last one.
-    steps = set()
-    for item in state.values():
-        if "step" in item:
-            steps.add(float(item["step"]))
+    steps = {float(item["step"]) for item in state.values() if "step" in item}
     if len(steps) > 1:
         raise ConfigurationError(f"parameters took different counts of steps ({sorted(steps)}); FSDP keeps one for all")
-    numbered: dict[int, dict[str, Any]] = {}
+    numbered = {}
     unit_of: dict[int, int | None] = {}
     for index, unit in enumerate(units):
         for name in unit:
@@ -217,7 +217,7 @@ def fsdp_optimizer_state(optimizer: ShardedOptimizer, names: Names | None = None
     }
 
 
-def _as_fsdp(item: State) -> dict[str, Any]:
+def _as_fsdp(item: State) -> StateDict:
     """Write numbers as FairScale 0.4.13 does: ``step`` plain, others in a list with one per rank (one serves all)."""
     written = {}
     for key, value in item.items():
@@ -244,7 +244,7 @@ class _Backing(NamedTuple):
     paddings: list[int]  # by rank
 
 
-def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+def join_model_shards(states: States, metadata: States) -> StateDict:
     """Join the model's whole state dict from ``local_state_dict()`` of all ranks. Local.
 
     As FairScale's ``consolidate_shard_weights``; shared weights are tied by :func:`load_model_state`.
@@ -273,11 +273,11 @@ def join_model_shards(states: Sequence[State], metadata: Sequence[State]) -> dic
 
 
 def consolidate(
-    states: Sequence[State],
-    metadata: Sequence[State],
+    states: States,
+    metadata: States,
     with_buffers: bool,
     strict: bool,
-) -> dict[str, Any]:
+) -> StateDict:
     """Do as ``FullyShardedDataParallel.consolidate_shard_weights``, and tie shared weights again in every module.
 
     ``strict`` raises for what the metadata names and no rank has; ``with_buffers`` takes rank 0's.
@@ -306,7 +306,7 @@ def consolidate(
     return whole
 
 
-def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) -> dict[str, Any]:
+def join_optimizer_shards(states: States, metadata: States) -> StateDict:
     """Join the whole optimizer state from ``optimizer.state_dict()`` of all ranks. Local.
 
     Args:
@@ -332,7 +332,7 @@ def join_optimizer_shards(states: Sequence[State], metadata: Sequence[State]) ->
     if len(numbers) != len(backings):
         sizes = {"number of flat parameters": (len(backings), len(numbers))}
         raise StateDictError("the shards of the optimizer", mismatched=sizes)
-    whole: dict[int, dict[str, Any]] = {}
+    whole: dict[int, StateDict] = {}
     names: list[str] = []
     for number, backing in zip(numbers, backings, strict=True):
         of_ranks = [state["state"].get(number, {}) for state in states]
@@ -358,7 +358,7 @@ def names_in_metadata(metadata: State) -> list[list[str]]:
     return units
 
 
-def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, Any]:
+def _joined(backings: Sequence[_Backing], states: States) -> StateDict:
     """Join the parameters in flat ones, which all ranks must have."""
     missing = []
     for backing in backings:
@@ -375,8 +375,8 @@ def _joined(backings: Sequence[_Backing], states: Sequence[State]) -> dict[str, 
 
 
 def _backings(
-    states: Sequence[State],
-    metadata: Sequence[State],
+    states: States,
+    metadata: States,
     alone: bool = False,
 ) -> list[_Backing]:
     if not states or len(states) != len(metadata):
@@ -391,7 +391,7 @@ def _backings(
 
 def _of_module(
     module: State,
-    metadata: Sequence[State],
+    metadata: States,
     index: int,
     alone: bool = False,
 ) -> Iterator[_Backing]:

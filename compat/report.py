@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -103,10 +104,10 @@ def text(notes_of_run: Iterable[Note]) -> str:
         ("call", "called", "served by"),
         ("module", "modules", "from"),
     ):
-        rows: dict[str, list[str]] = {}
+        rows = defaultdict(list)
         for note in notes_of_run:
             if note.kind == kind:
-                rows.setdefault(note.name, []).append(note.detail)
+                rows[note.name].append(note.detail)
         width = max(map(len, rows), default=0)
         lines += [f"  {title}:"] * bool(rows)
         lines += [f"    {name:<{width}}  {verb} {', '.join(details)}" for name, details in rows.items()]

@@ -120,7 +120,7 @@ def _place_of_domain(domain: Any) -> DataRank:
     dist.all_gather_object(axes_of_ranks, [axis.ranks for axis in domain.axes])
     firsts = []
     for axes in axes_of_ranks:
-        members: list[int] = []
+        members = []
         for rank in axes[0]:
             members += axes_of_ranks[rank][-1]
         firsts.append(min(members))

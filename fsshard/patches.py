@@ -45,6 +45,7 @@ from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE
 from fsshard.torch_private.tensors import dtensor_handlers
 
+Function = Callable[..., Any]
 Undo = Callable[[], object]
 
 
@@ -59,16 +60,16 @@ class Patch:
     def __init__(self, put: Callable[[Patch], Undo | None]) -> None:
         self._put = put
         self._undo: Undo | None = None
-        self._needs: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+        self._needs: list[tuple[weakref.ref[Any], Function]] = []
         # What acts in the change, each function once.
-        self.functions: list[Callable[..., Any]] = []
+        self.functions: list[Function] = []
 
     @property
     def in_place(self) -> bool:
         """Return whether the process is changed now."""
         return self._undo is not None
 
-    def keep_for(self, needing: Any, function: Callable[..., Any], *, first: bool = False) -> None:
+    def keep_for(self, needing: Any, function: Function, *, first: bool = False) -> None:
         """Make the change, unless it is made, and keep it while ``needing`` is alive.
 
         Args:
@@ -83,7 +84,7 @@ class Patch:
         if self._undo is None:
             self._undo = self._put(self)
 
-    def needing(self, function: Callable[..., Any]) -> list[Any]:
+    def needing(self, function: Function) -> list[Any]:
         """The objects for which ``function`` acts."""
         return [alive for known, asked in self._needs if asked is function and (alive := known()) is not None]
 
@@ -276,7 +277,7 @@ def _put_loss_checks(patch: Patch) -> Undo:
     return _all(undoing)
 
 
-def _asking(patch: Patch, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _asking(patch: Patch, original: Function, kind: str) -> Function:
     @functools.wraps(original)
     def asking(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

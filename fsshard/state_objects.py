@@ -19,6 +19,8 @@ from fsshard.errors import CheckpointError
 from fsshard.nested import is_array, leaves, map_containers
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
+Fields = dict[str, Any]
+
 CONTEXT = "$context"
 """Field of a tensor that is made of others: what its class needs besides these."""
 SIZES = "$sizes"
@@ -43,7 +45,7 @@ class SavedObject:
     """
 
     kind: str
-    fields: dict[str, Any]
+    fields: Fields
 
 
 def class_name(kind: type) -> str:
@@ -66,7 +68,7 @@ def is_plain_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and not is_composite(value)
 
 
-def fields_of(value: Any) -> dict[str, Any] | None:
+def fields_of(value: Any) -> Fields | None:
     """Return what an object holds, by name, if it is nothing more than that; None for any other value."""
     kind = type(value)
     if isinstance(value, Tensor):
@@ -90,9 +92,9 @@ def fields_of(value: Any) -> dict[str, Any] | None:
     return fields
 
 
-def _inner_of(tensor: Any) -> dict[str, Any]:
+def _inner_of(tensor: Any) -> Fields:
     names, context = tensor.__tensor_flatten__()
-    fields: dict[str, Any] = {}
+    fields = {}
     for name in names:
         fields[name] = getattr(tensor, name)
     fields[CONTEXT] = context
@@ -200,7 +202,7 @@ def with_objects(
     before: Mapping[str, Any],
     classes: Classes,
     device: torch.device,
-) -> dict[str, Any]:
+) -> Fields:
     """Return a state in which objects are those of ``before``, filled, or new ones.
 
     Args:

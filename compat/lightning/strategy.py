@@ -40,6 +40,8 @@ from .plugins import (
     save_divided,
 )
 
+Checkpoint = Mapping[str, Any]
+
 log = logging.getLogger(__name__)
 
 ENGINES = ("fsdp2", "fsdp", "fairscale", "ddp")
@@ -85,7 +87,7 @@ class Strategy(DDPStrategy):
         self.starts_by = start_method
         self._wrapped_model: WrappedLightningModule | None = None  # what an engine has
         self._manual: ThroughEngine | None = None  # what its own steps go through
-        self._waiting: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint for what an engine will have
+        self._waiting: tuple[Checkpoint, bool] | None = None  # a checkpoint for what an engine will have
         self._restored = False  # whether weights of a checkpoint were loaded before an engine had the module
         super().__init__(start_method=start_method, **lightnings(settings))
 
@@ -294,7 +296,7 @@ class Strategy(DDPStrategy):
         # So callbacks have their states in on_fit_start (2.6). Weights that only an engine can take wait for it.
         return False
 
-    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def _load_weights(self, checkpoint: Checkpoint, strict: bool) -> None:
         if isinstance(checkpoint, DividedState):
             load_divided(checkpoint.path, self._sharded, None)
         elif self._sharded is None:
@@ -310,7 +312,7 @@ class Strategy(DDPStrategy):
             return {}
         return self._sharded.state_dict(rank0_only=True, offload_to_cpu=True)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         """Load the file of any engine and any number of ranks. Collective where an engine has the module."""
         module: Any = self._lightning_module
         # The module is bare before a fit, and under its engine in the midst of one (LearningRateFinder). What only an
@@ -334,7 +336,7 @@ class Strategy(DDPStrategy):
         state: State = inner.state_dict(rank0_only=True)
         return state
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Checkpoint) -> None:
         """Load the optimizers' states of any engine and any number of ranks. Collective.
 
         Raises:

@@ -16,6 +16,7 @@ from fsshard.checkpoint.format.directory import leftovers, newest_whole
 from fsshard.checkpoint.format.division import RANK_FILE, pieces_of
 from fsshard.checkpoint.format.index import FORMAT_VERSION, INDEX_FILE, Index, Tree, check_files, read_index
 from fsshard.checkpoint.format.object_store import refuse_url
+from fsshard.checkpoint.format.tensors_file import StrPath
 from fsshard.checkpoint.format.tree import decode
 from fsshard.checkpoint.interop.foreign import foreign
 from fsshard.checkpoint.reader import Reader
@@ -118,7 +119,7 @@ class Listing:
 
 
 def inspect(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     verify: bool = False,
     progress: Callable[[int, int], None] | None = None,

@@ -29,9 +29,9 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
-from fsshard.checkpoint.format.index import INDEX_FILE, Values
+from fsshard.checkpoint.format.index import INDEX_FILE, Tree, Values
 from fsshard.checkpoint.format.object_store import identity_of_url, is_url
-from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.checkpoint.format.tensors_file import StrPath, dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
 from fsshard.checkpoint.position import DataPosition
@@ -65,7 +65,7 @@ Mismatches = dict[str, tuple[object, object]]
 _State = dict[str, tuple[bool, Any]]
 
 
-Groups = list[dict[str, Any]]
+Groups = list[Tree]
 Undo = list[tuple[str, Callable[[], Any]]]
 
 
@@ -99,7 +99,7 @@ class Loaded:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     model: ShardedModule | Mapping[str, ShardedModule],
     optimizer: Any = None,
     scheduler: Any = None,
@@ -295,11 +295,11 @@ class _Load:
     unexpected: list[str] = field(default_factory=list)
     # what was read
     values: dict[str, Tensor] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)
+    rest: Tree = field(default_factory=dict)
     quantised: list[tuple[Tensor, SavedObject]] = field(default_factory=list)
     groups: dict[str, Groups] = field(default_factory=dict)
     states: dict[str, dict[str, _State]] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: Tree = field(default_factory=dict)
     per_rank: dict[str, list[Any]] = field(default_factory=dict)
     random: Any = None
 
@@ -324,10 +324,7 @@ class _Load:
             names = ", ".join(map(printable, saved)) or "none"
             raise CheckpointError(f"{self.call}: nothing was saved as {', '.join(absent)}; the checkpoint has: {names}")
         self.missing += absent
-        loadless = []
-        for name, value in self.targets.items():
-            if not hasattr(value, "load_state_dict"):
-                loadless.append(name)
+        loadless = [name for name, value in self.targets.items() if not hasattr(value, "load_state_dict")]
         if loadless:
             raise ConfigurationError(
                 f"{self.call}: {', '.join(loadless)} cannot be loaded into (no load_state_dict); leave it out and find "

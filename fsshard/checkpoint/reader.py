@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from fsshard.checkpoint.format.directory import read_unreplaced
 from fsshard.checkpoint.format.division import Division, Piece, Range, cover, pieces_in
 from fsshard.checkpoint.format.index import MANY_FILES, Index, read_index, share_of, some, steps
 from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
-from fsshard.checkpoint.format.tensors_file import STORED, Item, TensorsFile
+from fsshard.checkpoint.format.tensors_file import STORED, Item, StrPath, TensorsFile
 from fsshard.checkpoint.format.tree import decode
 from fsshard.errors import CorruptCheckpoint
 from fsshard.planning.text import printable
@@ -102,7 +101,7 @@ class Reader(PieceReader):
         return cls(Path(path), rank, ranks)
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str]) -> Reader:
+    def at(cls, path: StrPath) -> Reader:
         """Open the checkpoint at a path with all of its files: a save that replaces it from now on changes nothing."""
 
         def opened(place: Path) -> Reader:

@@ -22,6 +22,8 @@ from fsshard.planning.text import counted
 if TYPE_CHECKING:
     from fsshard.parity import ParityReport, Trace
 
+Options = dict[str, Any]
+
 DEFAULT_WORLD_SIZES = ("1", "2")
 MEANINGLESS = {
     "--record": ("--against", "--reference", "--mesh", "--json", "--plot"),
@@ -39,7 +41,7 @@ class Request:
     recipes: list[str]
     backends: list[str] | None
     world_sizes: list[int]
-    options: dict[str, Any]  # of ``compare``, passed on as they are
+    options: Options  # of ``compare``, passed on as they are
     json_file: str | None
     picture: str | None
     progress: bool | None  # None: a bar if stderr is a terminal
@@ -157,9 +159,9 @@ def _each(
     request: Request,
     train: Callable[[str, output.ProgressCallback | None], Any],
     pool: AbstractContextManager[Any] | None = None,
-) -> dict[str, Any]:
+) -> Options:
     """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
-    results: dict[str, Any] = {}
+    results = {}
     with output.held_output(show=not request.quiet) as stderr:
         for recipe in request.recipes:
             # All recipes are imported before the first of them is trained.
@@ -231,9 +233,9 @@ def _pictures(request: Request) -> dict[str, Path]:
     return pictures
 
 
-def _arguments(request: Request) -> dict[str, Any]:
+def _arguments(request: Request) -> Options:
     """Return arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
-    arguments: dict[str, Any] = {
+    arguments: Options = {
         "backends": request.backends or DEFAULT_BACKENDS.split(","),
         "world_sizes": request.world_sizes,
         **request.options,

@@ -224,7 +224,7 @@ class Channel:
     def _gather_rows(self, text: bytes) -> list[bytes]:
         """Return every rank's text, of one length, on rank 0, and nothing on the others."""
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows: list[Tensor] = []
+        rows = []
         if self.rank == 0:
             rows = list(own.new_empty(self.size, len(text)).unbind())
         self._sent += [own, *rows]

@@ -180,7 +180,7 @@ def train_neuralop(
     train_set = _samples(data.train_x, data.train_y)
     sampler: Any = DistributedSampler(train_set, ctx.world_size, ctx.rank, seed=0)
     loader: Any = DataLoader(train_set, demo.batch_size // ctx.world_size, sampler=sampler)
-    tests: dict[int, Any] = {}
+    tests = {}
     for resolution, (x, y) in data.tests.items():
         tests[resolution] = DataLoader(_samples(x, y), 50)
     normalizer = UnitGaussianNormalizer(dim=[0, 2, 3])
@@ -193,7 +193,7 @@ def train_neuralop(
         use_distributed=True,
         verbose=ctx.rank == 0,
     )
-    saving: dict[str, Any] = {}
+    saving = {}
     if demo.save_dir:
         saving = {"save_every": 1, "save_dir": demo.save_dir}
     metrics = trainer.train(

@@ -19,6 +19,8 @@ from fsshard.comm.stores import LOOPBACK, answer_within, loopback_store
 from fsshard.errors import LaunchError
 from fsshard.launching.leaving import keep_all_groups, watch_end
 
+Environment = Mapping[str, str]
+
 # What this module wrote into os.environ, so that it is not mistaken for a launcher's doing later on.
 exported: dict[str, str] = {}
 
@@ -85,7 +87,7 @@ def export(info: RankInfo) -> None:
             exported[name] = value
 
 
-def integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def integer(environment: Environment, name: str, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None:
         if default is None:
@@ -97,7 +99,7 @@ def integer(environment: Mapping[str, str], name: str, default: int | None = Non
         raise LaunchError(f"{name}={text!r}: expected an integer") from None
 
 
-def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
+def torchrun_rank(environment: Environment) -> RankInfo | None:
     """Return the place that torchrun or a hand-written script exports as RANK, WORLD_SIZE and so on."""
     names = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
     if not names:
@@ -125,7 +127,7 @@ def torchrun_rank(environment: Mapping[str, str]) -> RankInfo | None:
     return RankInfo("torchrun", rank, world, local_rank, local_world, address, port)
 
 
-def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+def _is_slurm_task(environment: Environment) -> bool:
     # salloc and sbatch export SLURM_* too, so a bare python there would look like a task without the step's id; their
     # own shells are steps with ids at the very top of 32 bits (interactive, batch, extern).
     if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
@@ -133,7 +135,7 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
     return integer(environment, "SLURM_STEP_ID") < 0xFFFF_FFF0
 
 
-def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
+def slurm_rank(environment: Environment) -> RankInfo | None:
     """Return the place of a task that srun started."""
     if not _is_slurm_task(environment):
         return None
@@ -157,9 +159,9 @@ def slurm_rank(environment: Mapping[str, str]) -> RankInfo | None:
     return RankInfo("SLURM", rank, world, local_rank, local_world, address, port)
 
 
-def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
+def slurm_local_world_size(environment: Environment, world: int) -> int:
     # There is one count per node, from a text such as "4(x2),3".
-    counts: list[int] = []
+    counts = []
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(repeat or 1)
@@ -170,7 +172,7 @@ def slurm_local_world_size(environment: Mapping[str, str], world: int) -> int:
     return math.ceil(world / max(1, nodes))
 
 
-def _slurm_address(environment: Mapping[str, str]) -> str:
+def _slurm_address(environment: Environment) -> str:
     """Return the host of rank 0: the step's first node."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST")
     if nodes:

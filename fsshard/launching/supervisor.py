@@ -54,7 +54,7 @@ HINTS = {
 
 def is_consequence(error: BaseException) -> bool:
     """Tell whether the error, or the one it was raised from, speaks of a neighbour that went away."""
-    seen: set[int] = set()
+    seen = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         if isinstance(link, RankMismatch) or speaks_of_a_lost_rank(link):
@@ -483,7 +483,7 @@ class Supervisor:
         for each in ended.values():
             each.pipe.close()
         deadline = math.inf if patience is None else time.monotonic() + patience
-        codes: dict[int, int] = {}
+        codes = {}
         for rank, (process, _) in ended.items():
             left = deadline - time.monotonic()
             if left > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
@@ -22,6 +23,9 @@ from fsshard.planning.plan import shaped_slots
 from fsshard.planning.policies import Precision
 from fsshard.planning.text import aligned
 from fsshard.state_objects import is_composite
+
+Modules = Mapping[str, nn.Module]
+Tensors = Mapping[str, Tensor]
 
 
 class CheckedBackend(Protocol):
@@ -66,10 +70,10 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     return slots
 
 
-def check_not_wrapped(modules: Mapping[str, nn.Module], wrappers: Collection[str]) -> None:
+def check_not_wrapped(modules: Modules, wrappers: Collection[str]) -> None:
     """Raise if the model, or a part of it with parameters, is under an engine or compiled by torch.jit. Local."""
     names_of_wrappers = {*wrappers, OURS}
-    engines: dict[type, str | None] = {}  # class of modules -> the wrapper that it is one of
+    engines = {}  # class of modules -> the wrapper that it is one of
     managed = False
     for name, module in modules.items():
         # It copies its module in every forward, past any engine.
@@ -101,7 +105,7 @@ def _where(name: str) -> str:
     return "the model"
 
 
-def _check_dense(buffers: Mapping[str, Tensor], slots: Iterable[ParameterSlot]) -> None:
+def _check_dense(buffers: Tensors, slots: Iterable[ParameterSlot]) -> None:
     for slot in slots:
         parameter = slot.parameter
         if is_composite(parameter):
@@ -132,7 +136,7 @@ def _check_strided(kind: str, name: str, tensor: Tensor) -> None:
 
 
 def check_modules(
-    modules: Mapping[str, nn.Module],
+    modules: Modules,
     precision: Precision,
     backend: CheckedBackend,
     world_size: int,
@@ -169,7 +173,7 @@ def check_modules(
         _check_layer_drop(modules, backend)
 
 
-def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend) -> None:
+def _check_layer_drop(modules: Modules, backend: CheckedBackend) -> None:
     """Raise for transformers' LayerDrop."""
     # A rank that leaves out a layer does not take part in gathering it, so that the others would wait. Some models of
     # transformers 5.23 (``is_fsdp_managed_module``) therefore run all layers under FSDP, without a word; others hang.
@@ -195,14 +199,14 @@ def _check_layer_drop(modules: Mapping[str, nn.Module], backend: CheckedBackend)
 
 
 def check_parameters(
-    buffers: Mapping[str, Tensor],
+    buffers: Tensors,
     slots: Sequence[ParameterSlot],
     backend: CheckedBackend,
 ) -> None:
     """Raise for shared memory, gradient hooks and dtypes of gradients that would silently be lost. Local."""
     # A tied one once, by its first name.
     first_names: dict[int, str] = {}
-    parameters: dict[str, nn.Parameter] = {}
+    parameters = {}
     for slot in slots:
         parameter = slot.parameter
         if first_names.setdefault(id(parameter), slot.name) == slot.name:
@@ -226,7 +230,7 @@ def check_parameters(
             raise UnsupportedByBackend(setting, backend.name, "leave grad_dtype as it is")
 
 
-def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> None:
+def _check_memory(tensors: Tensors, backend: CheckedBackend) -> None:
     """Raise for two tensors that share memory and would train apart."""
     shared = overlapping(tensors)
     if shared is None:
@@ -242,12 +246,12 @@ def _check_memory(tensors: Mapping[str, Tensor], backend: CheckedBackend) -> Non
         )
 
 
-def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def overlapping(tensors: Tensors) -> tuple[str, str] | None:
     """Return two different tensors, a parameter among them, that have elements in common; or None."""
-    by_storage: dict[int, list[str]] = {}
+    by_storage = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
-            by_storage.setdefault(storage_of(tensor), []).append(name)
+            by_storage[storage_of(tensor)].append(name)
     for names in by_storage.values():
         if len(names) == 1:
             continue
@@ -269,7 +273,7 @@ def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     return None
 
 
-def _in_common(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
+def _in_common(tensors: Tensors) -> tuple[str, str] | None:
     """Return two of the tensors over one storage that have a byte in common; two columns of a table, say, have none."""
     storage = next(iter(tensors.values())).untyped_storage()
     mask = torch.zeros(storage.nbytes(), dtype=torch.bool)
@@ -320,7 +324,7 @@ def unmark_managed(modules: Iterable[nn.Module]) -> None:
 
 
 def check_same_model(
-    buffers: Mapping[str, Tensor],
+    buffers: Tensors,
     slots: Sequence[ParameterSlot],
     settings: Mapping[str, Any],
     group: dist.ProcessGroup | None,

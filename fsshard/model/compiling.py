@@ -161,7 +161,7 @@ def compile_units(
     keywords = dict(compilation.keywords)
     limit = keywords.pop("recompile_limit", None) or RECOMPILE_LIMIT * len(names)
     compiler: Any = torch.compile  # torch 2.13 names neither of the two keywords in its overloads
-    compiled: dict[Any, Any] = {}
+    compiled = {}
     for name in names:
         module = modules[name]
         # Somebody's replacement, on this module alone.

@@ -34,7 +34,7 @@ class Ignored:
         self._ids: set[int] = set()
         self._strange: list[object] = []
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        chosen: dict[int, object] = {}
+        chosen = {}
         for item in given or ():
             members = [item]
             if isinstance(item, nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from typing import Any, TypeVar
 
@@ -83,7 +83,7 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
         raise ModelError("fsshard.lora: the model has adapters already; name all weights in one call, target='a|b'")
     slots = list(parameter_slots(model))
     uses = Counter(id(slot.parameter) for slot in slots)
-    names: dict[nn.Module, list[str]] = {}
+    names = defaultdict(list)
     for slot in slots:
         parameter = slot.parameter
         if not re.search(target, slot.name):
@@ -97,7 +97,7 @@ def _chosen(model: nn.Module, rank: object, target: object) -> dict[nn.Module, l
         # A recurrent layer computes with a list of its own of the parameters.
         if isinstance(slot.owner, nn.RNNBase):
             raise ModelError(f"fsshard.lora: {slot.name!r} is a recurrent layer's; leave it out of target=")
-        names.setdefault(slot.owner, []).append(slot.attribute)
+        names[slot.owner].append(slot.attribute)
     if not names:
         some = ", ".join(slot.name for slot in slots[:4])
         raise ConfigurationError(

@@ -59,7 +59,7 @@ def own_memory(modules: Collection[nn.Module]) -> None:
             dense = packed(values)
             if dense is not values:
                 parameter.data = dense
-    resolved: dict[int, Tensor] = {}
+    resolved = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is None or buffer.is_meta:

@@ -9,6 +9,7 @@ nothing yet. What has no values then, ``load_state_dict`` has to bring before th
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,8 +78,8 @@ def _holds_meta(module: nn.Module) -> bool:
 
 def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> dict[str, Tensor]:
     """Leave shapes in the modules and return their values: parameters and buffers by the user's names, ties once."""
-    values: dict[str, Tensor] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    values = {}
+    parameters = {}
     for slot in slots:
         parameter = slot.parameter
         if id(parameter) not in parameters:
@@ -86,7 +87,7 @@ def take_out(modules: Iterable[nn.Module], slots: Sequence[ParameterSlot]) -> di
             blank = torch.empty_like(parameter, device="meta")
             parameters[id(parameter)] = _like(parameter, blank)
         slot.owner._parameters[slot.stored] = parameters[id(parameter)]
-    buffers: dict[int, Tensor] = {}
+    buffers = {}
     for module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -155,7 +156,7 @@ class ValueSource:
         for slots in places:
             self._made += slots
         holdings = parameters + buffers
-        without: set[str] = set()
+        without = set()
         if self.init is not None:
             init = self.init
             # A buffer that modules of several units share is made here.
@@ -187,9 +188,9 @@ class ValueSource:
         return Holding(new, tuple(names), tuple(places), memory)
 
     def _allocate_buffers(self, modules: list[nn.Module]) -> list[Holding]:
-        reals: dict[int, Tensor] = {}
-        names: dict[int, list[str]] = {}
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        reals = {}
+        names = defaultdict(list)
+        places = defaultdict(list)
         for module in modules:
             prefix = f"{self.names[module]}." if self.names[module] else ""
             for key, buffer in module._buffers.items():
@@ -202,8 +203,8 @@ class ValueSource:
                 _, real, _ = self._buffers[id(buffer)]
                 module._buffers[key] = real
                 reals[id(real)] = real
-                names.setdefault(id(real), []).append(name)
-                places.setdefault(id(real), []).append((module, key))
+                names[id(real)].append(name)
+                places[id(real)].append((module, key))
         holdings = []
         for number, real in reals.items():
             names_of_real = tuple(names[number])
@@ -352,11 +353,11 @@ def initialise(
     Returns:
         Names of what has no values yet.
     """
-    held_by: dict[nn.Module, list[Holding]] = {}
+    held_by = defaultdict(list)
     for holding in holdings:
         _mark(holding.memory)
         for module, _ in holding.places:
-            held_by.setdefault(module, []).append(holding)
+            held_by[module].append(holding)
     marked = [version_of(holding.memory) for holding in holdings]
     versions = {name: version_of(tensor) for name, tensor in elsewhere.items()}
     for module in modules:

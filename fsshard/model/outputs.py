@@ -60,7 +60,7 @@ def _find_hidden(
     seen.add(id(value))
     fields: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        inside: list[tuple[str, Any]] = []
+        inside = []
         for item in value.values():
             inside.append(("", item))
         hidden = hidden or not isinstance(value, dict)

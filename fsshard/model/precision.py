@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ def cast_params(table: ModuleTable, plan: Plan, *, rounds_as_it_gathers: bool) -
             them is left already: they cast their parameters themselves too.
         rounds_as_it_gathers: the engine rounds the weights of units with a ``send`` where it gathers them.
     """
-    computed: dict[str, Callable[[Tensor], Tensor]] = {}
+    computed = {}
     for each in plan.units:
         if each.send is not None:
             computed[each.name] = functools.partial(_rounded_to, each.send, rounds_as_it_gathers)
@@ -169,12 +170,12 @@ def cast_params(table: ModuleTable, plan: Plan, *, rounds_as_it_gathers: bool) -
     if not computed:
         return
     modules = table.modules
-    blocks: dict[nn.Module, list[str]] = {}
+    blocks = defaultdict(list)
     for name in (*plan.recomputed, *plan.recomputed_before):
         if name in computed:
             continue
         for module in modules[name].modules():
-            blocks.setdefault(module, []).append(name)
+            blocks[module].append(name)
     first_names: dict[int, str] = {}
     casts: dict[str, _Casts] = {}
     for slot in table.slots():
@@ -211,8 +212,8 @@ def _with_cast(
     **kwargs: Any,
 ) -> Any:
     """Run ``forward`` while the modules hold cast parameters, which autograd leads back to the float32 ones."""
-    copies: dict[int, Tensor] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    copies = {}
+    before = []
     try:
         for slot, cast in _fsshard_casts:
             parameters = stored_in(slot.owner)

@@ -31,6 +31,9 @@ from fsshard.torch_private.autograd import saved_tensors_hooks
 from fsshard.torch_private.compiling import disable_dynamo
 from fsshard.torch_private.tensors import lazy_clone, version_of
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 class RecomputationError(ModelError, CheckpointError):
     """Activations could not be computed again as they were; the message names the block. torch's kind, too.
@@ -144,8 +147,8 @@ class RecomputedForward(RecomputingForward):
 @disable_dynamo  # as torch's own second forward; both have to save the same tensors
 def _checkpointed(
     owner: RecomputedForward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     run = _Recomputation(owner, args, kwargs)
     return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
@@ -162,13 +165,13 @@ class _Recomputation:
     # where it sees neither their device (random numbers of the GPU are then not restored) nor a change in place.
     kept: list[Any]
 
-    def __init__(self, owner: RecomputedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, owner: RecomputedForward, args: Args, kwargs: Kwargs) -> None:
         self._module = owner.module
         self._forward = owner.forward
         kind = type(self._module).__name__
         self._what = f"block {owner.name!r} ({kind})" if owner.name else f"a {kind}"
         self._contexts = owner.around_first, owner.around_second
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._given: tuple[Args, Kwargs] | None = (args, kwargs)
         self._changed: list[_Buffer] = []
         self._random = _random_states() if owner.preserve_rng_state else None
         leaves: list[Any] = []
@@ -194,7 +197,7 @@ class _Recomputation:
         with self._contexts[1](), _put_back(self._changed), drawing:
             return self._forward(*args, **kwargs)
 
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_first(self, args: Args, kwargs: Kwargs) -> Any:
         caches = _check_arguments(self._what, args, kwargs)
         with _noting(self._module, self._changed), self._contexts[0](), _naming(self._what):
             result = self._forward(*args, **kwargs)
@@ -242,14 +245,14 @@ def _naming(what: str) -> Iterator[None]:
 
 def _check_arguments(
     what: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> list[tuple[Any, int]]:
     """Raise for an iterator, which a second forward would find empty; return caches with their lengths.
 
     Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.
     """
-    caches: list[tuple[Any, int]] = []
+    caches = []
     leaves: list[Any] = []
     map_containers(leaves.append, (args, kwargs), "plain")
     for leaf in leaves:
@@ -359,7 +362,7 @@ def _noting(module: nn.Module, changed: list[_Buffer]) -> Iterator[None]:
 
 def _buffers(module: nn.Module) -> Iterator[_Buffer]:
     """Yield all buffers with their values."""
-    copies: dict[int, Tensor] = {}
+    copies = {}
     for owner in module.modules():
         if hasattr(owner, "disable_patch_batchnorm"):
             continue

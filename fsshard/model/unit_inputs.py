@@ -19,16 +19,18 @@ from torch.autograd import forward_ad
 from fsshard.nested import map_containers
 from fsshard.torch_private.autograd import functorch_transforms_active
 
+Tensors = tuple[Tensor, ...]
+
 
 class _UnitInputs(torch.autograd.Function):
     """The identity on several tensors, as one node: gradients pass when all of them have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *inputs: Tensor) -> Tensors:
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensors:
         return gradients
 
 
@@ -41,7 +43,7 @@ class _TransformedUnitInputs(_UnitInputs):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(*inputs: Tensor) -> Tensors:
         return inputs
 
     @staticmethod
@@ -55,12 +57,12 @@ class _TransformedUnitInputs(_UnitInputs):
         return tuple(views)
 
 
-def _passed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _passed(tensors: Sequence[Tensor]) -> Tensors:
     """Pass ``tensors`` through one node."""
     node: Any = _UnitInputs
     if any(_is_dual(tensor) for tensor in tensors) or functorch_transforms_active():
         node = _TransformedUnitInputs
-    outputs: tuple[Tensor, ...] = node.apply(*tensors)
+    outputs: Tensors = node.apply(*tensors)
     return outputs
 
 
@@ -136,7 +138,7 @@ def _through_node(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if _LEAVES.issuperset(map(type, args)) and _LEAVES.issuperset(map(type, kwargs.values())):
         return _through_node_flat(args, kwargs)
     # FSDP2's containers, so that the same ones are kept and the same ones are rebuilt under every backend.
-    tensors: list[Tensor] = []
+    tensors = []
 
     def take(leaf: Any) -> Any:
         if _takes_gradient(leaf):

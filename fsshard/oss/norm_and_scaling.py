@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def combined(
     owners = [parameters[place].detach() for place in present]
     device = owners[0].device
     # One list per device and dtype, one list after the other: torch's own grouping gives the order of the sum.
-    order: list[int] = []
+    order = []
     for indices in grouped_by_device_and_dtype(owners):
         order += [present[index] for index in indices]
     if isinstance(norms[order[0]], Tensor):
@@ -105,8 +106,8 @@ def scale(
     total: Tensor,
 ) -> None:
     """Clip what gradients there are, as ``torch.nn.utils.clip_grads_with_norm_`` does, sparse ones included."""
-    dense: list[Tensor] = []
-    sparse: list[Tensor] = []
+    dense = []
+    sparse = []
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -133,7 +134,7 @@ def _norm(parameters: Sequence[Tensor], norm_type: float, torchs: Callable[..., 
         return None
     with_gradient = {id(parameter) for parameter in parameters if parameter.grad is not None}
     counted: list[Tensor] = []
-    norms: dict[int, float] = {}
+    norms = {}
     for reduction in reductions:
         places = _places_spoken_for(reduction, with_gradient)
         first = len(counted)
@@ -246,11 +247,11 @@ def unscale(gradients: Iterable[Tensor], inv_scale: Tensor) -> dict[torch.device
     """Multiply real gradients of any dtype, in place; tell by device whether one of them has an infinity or a NaN."""
     # torch's own refuses float16, which fully sharded models have, and knows no complex ones (2.13:
     # "_amp_foreach_non_finite_check_and_unscale_cpu" not implemented for 'ComplexFloat').
-    by_kind: dict[Any, list[Tensor]] = {}
+    by_kind = defaultdict(list)
     for gradient in gradients:
         kind = (gradient.device, gradient.dtype)
-        by_kind.setdefault(kind, []).append(gradient)
-    overflows: dict[torch.device, Tensor] = {}
+        by_kind[kind].append(gradient)
+    overflows = {}
     for (device, _), same_kind in by_kind.items():
         if device not in overflows:
             overflows[device] = torch.zeros((), device=device)

@@ -26,6 +26,8 @@ from fsshard.oss.norm_and_scaling import agreed, combined, owned_norms, scale
 from fsshard.oss.partitioned import PartitionedOptimizer, finished_by, step_without_global_hooks
 from fsshard.torch_private.c10d import device_types
 
+StateDict = dict[str, Any]
+
 # State that the optimizers of torch 2.13 keep in the shape of the parameter. Others (Adafactor's) have shapes of their
 # own, about which nothing can be said here.
 SHAPED = frozenset(
@@ -343,7 +345,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         self._shards = _send_objects(shard, recipient_rank, self.group)
         self._shards_are_old = False
 
-    def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
+    def state_dict(self, all_ranks: bool = False) -> StateDict:
         """Return the whole state as of the last :meth:`consolidate_state_dict`, in the plain optimizer's form.
 
         Args:
@@ -381,7 +383,7 @@ class OSS(PartitionedOptimizer, Optimizer):
         finally:
             self.state = own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a whole state, of this or of the plain optimizer; each rank keeps a copy of its part. Not collective.
 
         Args:
@@ -400,7 +402,7 @@ class OSS(PartitionedOptimizer, Optimizer):
             before.remove()
             after.remove()
 
-    def _load_own_part(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _load_own_part(self, state_dict: StateDict) -> StateDict:
         _check_fits(state_dict, self.param_groups)
         _load_inner(self.optim, self.param_groups, state_dict)
         # Torch sees groups without state, and copies none of other ranks' to the device.

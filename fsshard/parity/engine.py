@@ -23,7 +23,9 @@ from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, build_optimizer, groups_by_name
 from fsshard.wrapping import wrap
 
+NamedTensors = Iterator[tuple[str, Tensor]]
 State = dict[str, Any]
+Groups = list[State]
 
 
 def total_norm(gradients: Mapping[str, Tensor], norm_type: float) -> float:
@@ -113,7 +115,7 @@ class Engine(ABC):
         for name, parameter in self.module.named_parameters():
             yield name, parameter.grad
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> NamedTensors:
         """Yield whole weights by name, of parameters that FSDP1 or FSDP2 has divided too."""
         for whole in whole_tensors(self.module):
             if whole.quantity == "weight":
@@ -129,11 +131,11 @@ class Engine(ABC):
             return iter(())
         return whole_state(self.module, self.optimizer)
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def buffers(self) -> NamedTensors:
         """Yield this rank's buffers by name."""
         yield from self.module.named_buffers()
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> Groups:
         """Return the optimizer's groups as they are now, names for parameters."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         groups = []
@@ -175,7 +177,7 @@ def check_seen_as_they_are(*settings: Mapping[str, Any]) -> None:
         )
 
 
-def bare_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> Any:
+def bare_optimizer(recipe: Recipe, groups: Groups) -> Any:
     """Return the recipe's optimizer over whole parameters, without what build_optimizer alone is told."""
     check_seen_as_they_are(recipe.hyper, *groups)
     hyper = {key: value for key, value in recipe.hyper.items() if key not in ("whole", "separable", "see")}
@@ -245,13 +247,13 @@ class WrappedEngine(Engine):
             else:
                 yield entry.name, entry.put_together(entry.kind.to_user(gradient))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> NamedTensors:
         return whole_weights(self.model)
 
     def states(self) -> Iterator[tuple[str, State]]:
         return self.optimizer.iterate_state()
 
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> Groups:
         return groups_by_name(self.optimizer)
 
     def owned(self, name: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,13 +257,13 @@ def details(report: ParityReport) -> list[str]:
 
 def _alike(cells: Iterable[Cell]) -> list[Cells]:
     """Group cells that were refused or failed for one reason, as all are whose reference failed."""
-    groups: dict[Any, Cells] = {}
+    groups = defaultdict(list)
     for cell in cells:
         key: Any = id(cell)
         if cell.verdict in ("refused", "failed"):
             key = (cell.verdict, cell.world_size, cell.mesh, cell.reason, cell.traceback)
         # A key of its own keeps a cell by itself.
-        groups.setdefault(key, []).append(cell)
+        groups[key].append(cell)
     return list(groups.values())
 
 
@@ -366,15 +367,15 @@ def figure(report: ParityReport) -> Figure:
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise MissingExtra("matplotlib", "plot", "a picture of a parity report") from error
-    columns: dict[str, Cells] = {}
+    columns = defaultdict(list)
     for cell in report.cells:
-        columns.setdefault(_ranks(cell), []).append(cell)
+        columns[_ranks(cell)].append(cell)
     if not columns:
         columns["1 rank"] = []
     looks = _looks(report.cells)
     gaps = {}
     for quantity in ("loss", "weight"):
-        values: list[float] = []
+        values = []
         for cell in report.cells:
             values += _gaps(cell, quantity)
         if any(values):

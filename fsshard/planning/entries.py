@@ -76,7 +76,7 @@ class Entry:
     @property
     def divided_over(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups of other mesh dimensions whose ranks have different elements of it."""
-        groups: list[dist.ProcessGroup] = []
+        groups = []
         for layout in self.layouts:
             groups += layout.divides
         return tuple(groups)

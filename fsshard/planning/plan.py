@@ -7,7 +7,7 @@ touching the model, and every backend executes it as it stands; that is why they
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -378,9 +378,9 @@ def _fp32_units(table: ModuleTable, owners: list[nn.Module]) -> Reasons:
 
 
 def _ties(slots: list[ParameterSlot], parameters: list[nn.Parameter]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
+    groups = defaultdict(list)
     for slot, parameter in zip(slots, parameters, strict=True):
-        groups.setdefault(id(parameter), []).append(slot.name)
+        groups[id(parameter)].append(slot.name)
     return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
@@ -391,9 +391,9 @@ def _leaking(places: Iterable[Place], ties: Sequence[tuple[str, ...]]) -> set[in
     """
     if not ties:
         return set()
-    modules: dict[str, list[int]] = {}
+    modules = defaultdict(list)
     for name, module in places:
-        modules.setdefault(name, []).append(id(module))
+        modules[name].append(id(module))
     leaking = set()
     for tie in ties:
         counts: Counter[int] = Counter()
@@ -670,14 +670,14 @@ def _explain_recomputed(plan: Plan) -> list[str]:
     """Return one line per reason: how many blocks, and which."""
     recomputed = "recomputed in backward"
     offloaded = "activations in host memory"
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups = defaultdict(list)
     for name, reason in plan.recomputed.items():
-        groups.setdefault((recomputed, reason), []).append(name)
+        groups[recomputed, reason].append(name)
     for name, reason in plan.recomputed_before.items():
         what = offloaded if is_offloading(reason) else recomputed
-        groups.setdefault((what, f"by {reason}"), []).append(name)
+        groups[what, f"by {reason}"].append(name)
     for name, reason in plan.offloaded.items():
-        groups.setdefault((offloaded, reason), []).append(name)
+        groups[offloaded, reason].append(name)
     lines = []
     for (what, reason), names in groups.items():
         blocks = counted(len(names), "block")

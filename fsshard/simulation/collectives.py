@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from fsshard.planning.bounds import sent
 from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of
 
+Ranks = tuple[int, ...]
+
 
 @dataclass
 class Collective:
@@ -24,7 +27,7 @@ class Collective:
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce" and so on
     nbytes: int  # of the whole tensor, once: of an all_gather what comes out, of a reduce_scatter what goes in
-    members: tuple[int, ...]  # the ranks of the job that take part; () where it is not known
+    members: Ranks  # the ranks of the job that take part; () where it is not known
     tensors: list[Tensor]  # what is sent; cleared once it has been looked at
     calls: int = 1  # how many calls it stands for, see fsshard.backends.cost.CALLS
 
@@ -37,7 +40,7 @@ class Traffic:
     count: int
     nbytes: int  # their payloads
     sent: int  # bytes that a rank has to send for them at least, on average over the ranks
-    by_group: Mapping[tuple[int, ...], GroupTraffic]  # ranks that take part -> the share of it among them
+    by_group: Mapping[Ranks, GroupTraffic]  # ranks that take part -> the share of it among them
 
 
 class GroupTraffic(NamedTuple):
@@ -112,7 +115,7 @@ def _kept(args: tuple[Any, ...], ranks: int) -> int:
     return int(received.numel() * received.element_size() // (ranks - 1))
 
 
-def _members(args: tuple[Any, ...]) -> tuple[int, ...]:
+def _members(args: tuple[Any, ...]) -> Ranks:
     """Return the ranks of the group among the arguments: an object, or for functional collectives its name."""
     for argument in reversed(args):
         group = None
@@ -130,12 +133,12 @@ def _members(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 def traffic_of(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     """Sum the collectives by kind, the largest payload first."""
-    by_kind: dict[str, list[Collective]] = {}
+    by_kind = defaultdict(list)
     for collective in collectives:
-        by_kind.setdefault(collective.kind, []).append(collective)
+        by_kind[collective.kind].append(collective)
     summed = []
     for kind, calls in by_kind.items():
-        by_group: dict[tuple[int, ...], GroupTraffic] = {}
+        by_group: dict[Ranks, GroupTraffic] = {}
         for call in calls:
             before = by_group.get(call.members, GroupTraffic(0, 0.0))
             nbytes = before.sent + sent(kind, call.nbytes, len(call.members))

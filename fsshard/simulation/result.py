@@ -383,10 +383,7 @@ def _draw_speeds(axes: Axes, estimates: Estimates, color: str) -> None:
 def _of_padding(estimates: Estimates) -> str:
     """Return why peaks rise with the ranks, if they do, as the second line of an axis' label."""
     # An engine holds a gathered unit at most twice, as it arrives and as it is used, and a shard: the rest is padding.
-    padded = []
-    for estimate in estimates:
-        if estimate.highest["gathered units"] > 3 * estimate.parameters:
-            padded.append(estimate.world_size)
+    padded = [each.world_size for each in estimates if each.highest["gathered units"] > 3 * each.parameters]
     if not padded:
         return ""
     return f"\nfrom {min(padded)} on gathered units are mostly padding: shards have a minimum size"

@@ -181,7 +181,7 @@ class Tracker(TorchDispatchMode):
         alive = dict.fromkeys(KINDS, 0)
         highest = dict.fromkeys(KINDS, 0)
         # Per phase the birth at which most bytes were alive.
-        births: dict[str, _Life] = {}
+        births = {}
         total = 0
         for event, change, kind, born in _changes(lives):
             total += change

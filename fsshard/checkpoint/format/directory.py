@@ -23,7 +23,7 @@ from typing import TypeVar
 from fsshard.checkpoint.format.division import RANK_FILE
 from fsshard.checkpoint.format.index import INDEX_FILE, Index, ordinal_in, read_index, says_ours, write_index
 from fsshard.checkpoint.format.object_store import is_url, latest_url, refuse_url
-from fsshard.checkpoint.format.tensors_file import open_regular
+from fsshard.checkpoint.format.tensors_file import StrPath, open_regular
 from fsshard.errors import CheckpointError
 from fsshard.planning.text import printable
 
@@ -42,7 +42,6 @@ SWEEPING = 10.0
 DYING = 0.5
 NO_LOCKS = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK})
 
-StrPath = str | os.PathLike[str]
 Value = TypeVar("Value")
 
 
@@ -257,10 +256,7 @@ def _series(path: Path) -> list[Path]:
     if number is None:
         return []
     pattern = f"{re.escape(number[1])}[0-9]+{re.escape(number[2])}"
-    names = []
-    for entry in os.scandir(path.parent):
-        if entry.is_dir(follow_symlinks=False):
-            names.append(entry.name)
+    names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir(follow_symlinks=False)]
     return [path.parent / name for name in names if re.fullmatch(pattern, name)]
 
 
@@ -303,10 +299,7 @@ def newest_whole(path: Path, *, warn: bool = True) -> Path | None:
             return _newest(own, warn=warn)
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; latest() takes a directory of checkpoints")
-        children = []
-        for entry in os.scandir(path):
-            if entry.is_dir() and entry.name[0] != ".":
-                children.append(path / entry.name)
+        children = [path / entry.name for entry in os.scandir(path) if entry.is_dir() and entry.name[0] != "."]
         if os.path.lexists(path / INDEX_FILE) or (own and not children):
             return _newest([path, *own], warn=warn)
     # A link to another entry of the directory is left out: that one is looked at anyway.
@@ -467,10 +460,7 @@ def _errors(doing: str) -> Iterator[None]:
 
 def _make(directory: Path) -> None:
     """Make a directory and those above it that are missing, and have their names on the disk."""
-    missing = []
-    for folder in (directory, *directory.parents):
-        if not os.path.lexists(folder):
-            missing.append(folder)
+    missing = [folder for folder in (directory, *directory.parents) if not os.path.lexists(folder)]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         sync(folder.parent)

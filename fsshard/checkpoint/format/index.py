@@ -29,7 +29,7 @@ from fsshard.checkpoint.format.division import (
     pieces_in,
     rank_file,
 )
-from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, new_file, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, StrPath, new_file, open_regular, parse_json
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 
@@ -234,15 +234,11 @@ class Index:
 
     def tensors_in(self, file: str) -> list[str]:
         """List the tensors that have a piece in a file."""
-        names = []
-        for name, info in self.tensors.items():
-            if pieces_in(info.pieces, file):
-                names.append(name)
-        return names
+        return [name for name, info in self.tensors.items() if pieces_in(info.pieces, file)]
 
 
 def read_index(
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     *,
     files: bool = True,
     rank: int = 0,
@@ -287,12 +283,12 @@ def sealed(value: Values) -> bytes:
     return body + f',"sha256":"{digest}"}}'.encode()
 
 
-def says_ours(directory: str | os.PathLike[str]) -> bool:
+def says_ours(directory: StrPath) -> bool:
     """Tell whether the index in a directory says at its beginning that it is fsshard's, of any version."""
     return _HEAD.match(_beginning(directory)) is not None
 
 
-def ordinal_in(directory: str | os.PathLike[str]) -> int:
+def ordinal_in(directory: StrPath) -> int:
     """Return the count of saves that the index in a directory begins with; 0 where there is none."""
     return ordinal_of(_beginning(directory))
 
@@ -303,7 +299,7 @@ def ordinal_of(beginning: bytes) -> int:
     return int(match[1]) if match else 0
 
 
-def _beginning(directory: str | os.PathLike[str]) -> bytes:
+def _beginning(directory: StrPath) -> bytes:
     try:
         with os.fdopen(open_regular(Path(directory) / INDEX_FILE), "rb") as stream:
             return stream.read(4096)
@@ -312,7 +308,7 @@ def _beginning(directory: str | os.PathLike[str]) -> bytes:
         return b""
 
 
-def write_index(directory: str | os.PathLike[str], index: Index) -> None:
+def write_index(directory: StrPath, index: Index) -> None:
     """Write the index into a directory that has none, through to the disk.
 
     Raises:
@@ -333,7 +329,7 @@ def check_length(where: object, data: bytes) -> None:
         )
 
 
-def check_files(directory: str | os.PathLike[str], index: Index, names: Iterable[str]) -> None:
+def check_files(directory: StrPath, index: Index, names: Iterable[str]) -> None:
     """Raise a CorruptCheckpoint that names files that are missing or of another size, with the tensors in them."""
     faults = []
     for name in names:

@@ -161,10 +161,7 @@ class StoredCheckpoint:
         assert number is not None
         before, after = map(re.escape, number.groups())
         pattern = re.compile(f"{before}[0-9]+{after}")
-        alike = []
-        for _, path in self._beside():
-            if pattern.fullmatch(posixpath.basename(path)):
-                alike.append(path)
+        alike = [path for _, path in self._beside() if pattern.fullmatch(posixpath.basename(path))]
         with _errors(f"remove old checkpoints beside {self.url}"):
             for path in alike[keep:]:
                 if path == self._root:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
+StrPath = str | os.PathLike[str]
+
 MAX_SIZE = 1 << 63
 MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
 # Small enough that the checksum leaves the bytes in the cache for the write that follows.
@@ -99,7 +101,7 @@ class FileEntry(NamedTuple):
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: StrPath,
     items: Sequence[Item],
     metadata: Mapping[str, str] | None = None,
     *,
@@ -291,7 +293,7 @@ class TensorsFile:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: StrPath,
         expected_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)

@@ -138,11 +138,8 @@ class _ZeroFolder:
         for name, other in dict(first.get("shared_params") or {}).items():
             module[name] = module[other]
         if self._zero3:
-            lost = []
-            for name, value in module.items():
-                # It was saved with exclude_frozen_parameters.
-                if not value.numel():
-                    lost.append(name)
+            # They were saved with exclude_frozen_parameters.
+            lost = [name for name, value in module.items() if not value.numel()]
             if lost:
                 raise ValueError(f"no file has the numbers of {', '.join(lost[:5])}")
         tree = {"module": module, "optimizer": {"state": state, "param_groups": groups}}

@@ -22,7 +22,7 @@ from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
 from fsshard.checkpoint.format.index import Index, Tree, Values, some
 from fsshard.checkpoint.format.object_store import refuse_url
-from fsshard.checkpoint.format.tensors_file import STORED, new_file, write
+from fsshard.checkpoint.format.tensors_file import STORED, StrPath, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
 from fsshard.checkpoint.models import choose_models
 from fsshard.checkpoint.reader import PieceReader, Reader, TensorReader
@@ -45,8 +45,8 @@ AVERAGES = parts.class_name(Averages)
 
 
 def export(
-    source: ShardedModule | str | os.PathLike[str],
-    file: str | os.PathLike[str],
+    source: ShardedModule | StrPath,
+    file: StrPath,
     format: str | None = None,
     *,
     optimizer: bool | str | ShardedOptimizer = False,
@@ -119,10 +119,7 @@ def export(
         hint = "pass model= with one of these names (--model)"
         name = model or ""
         reader.index = choose_models(reader.index, [name], "fsshard.export", hint)[name]
-        frozen = []
-        for key, why in reader.index.model.dropped.items():
-            if why == parts.FROZEN:
-                frozen.append(key)
+        frozen = [key for key, why in reader.index.model.dropped.items() if why == parts.FROZEN]
         if frozen:
             raise ConfigurationError(
                 f"export of {os.fspath(source)!r}: expected a checkpoint of the whole model, got one that was saved "
@@ -178,10 +175,7 @@ def _format(path: Path, given: str | None) -> str:
 
 def _averaged(index: Index, average: str) -> Index:
     """Return an index in which the model's keys lead to an average of its weights."""
-    names = []
-    for name, saved in index.optimizers.items():
-        if saved.kind == AVERAGES:
-            names.append(name)
+    names = [name for name, saved in index.optimizers.items() if saved.kind == AVERAGES]
     if average not in names:
         raise ConfigurationError(f"average={average!r}: the checkpoint has {', '.join(map(repr, names)) or 'none'}")
     states = index.optimizer_tensors(average)
@@ -201,10 +195,7 @@ def _chosen(index: Index, optimizer: bool | str) -> str | None:
     """Return the name of the optimizer to write."""
     if optimizer is False:
         return None
-    names = []
-    for name, saved in index.optimizers.items():
-        if saved.kind != AVERAGES:
-            names.append(name)
+    names = [name for name, saved in index.optimizers.items() if saved.kind != AVERAGES]
     if optimizer is True and len(names) == 1:
         return names[0]
     if optimizer not in names:

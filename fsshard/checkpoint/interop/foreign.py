@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import RANK_FILE, Range
 from fsshard.checkpoint.format.index import INDEX_FILE
-from fsshard.checkpoint.format.tensors_file import TensorsFile, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import StrPath, TensorsFile, open_regular, parse_json
 from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
@@ -45,7 +45,7 @@ READER = "_fsshard_reader"
 Tree = dict[Any, Any]
 
 
-def foreign(path: str | os.PathLike[str]) -> str | None:
+def foreign(path: StrPath) -> str | None:
     """Tell the kind of a checkpoint that fsshard did not write, by names and first bytes; nothing is unpickled.
 
     ``"safetensors"`` and ``"torch"`` are files; ``"hf"``, ``"dcp"``, ``"deepspeed"`` and ``"neuralop"`` directories, as
@@ -107,10 +107,8 @@ def unknown(path: Path) -> str:
     if path.is_dir():
         names = sorted(os.listdir(path))[:8] or ["nothing"]
         what = f"with {', '.join(names)}"
-    checkpoints = []
-    for each in sorted([*path.glob("*"), *path.glob("*/*")]):
-        if foreign(each) and not RANK_FILE.fullmatch(each.name):
-            checkpoints.append(each)
+    files = sorted([*path.glob("*"), *path.glob("*/*")])
+    checkpoints = [each for each in files if foreign(each) and not RANK_FILE.fullmatch(each.name)]
     folders = [each for each in checkpoints if each.is_dir()]
     inside = ""
     if checkpoints:
@@ -200,12 +198,9 @@ def _hf(path: Path, files: ExitStack, tied: Names, trust_pickle: bool) -> Tree:
 
 
 def _tell_what_is_left(path: Path, names: set[str]) -> None:
-    left = []
-    for name in sorted(names):
-        if name.endswith(STATE_FILES) and not name.startswith("pytorch_model"):
-            left.append(name)
+    left = [name for name in names if name.endswith(STATE_FILES) and not name.startswith("pytorch_model")]
     if left:
-        log.warning("%s: not read are %s", path, ", ".join(left))
+        log.warning("%s: not read are %s", path, ", ".join(sorted(left)))
 
 
 def _weight_map(index: Path) -> Names:
@@ -233,11 +228,8 @@ def _neuralop(path: Path, trust_pickle: bool) -> Tree:
     if "manifest.pt" in names:
         manifest = _unpickled(path / "manifest.pt", trust_pickle)
     models = [name for name in names if name.endswith(NEURALOP_MODEL)]
-    model = None
-    for name in (manifest.get("model"), f"model{NEURALOP_MODEL}"):
-        if name in models:
-            model = name
-            break
+    preferred = (manifest.get("model"), f"model{NEURALOP_MODEL}")
+    model = next((name for name in preferred if name in models), None)
     if model is None:
         if len(models) > 1:
             raise CheckpointError(f"{path} has several models ({', '.join(models)}); pass the path of one")

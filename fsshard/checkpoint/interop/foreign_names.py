@@ -29,7 +29,7 @@ Mismatches = dict[str, tuple[object, object]]
 State = Mapping[str, Any]
 Names = Sequence[Sequence[str]]
 # What was taken off the names of a state dict, and the rest.
-Variant = tuple[str, dict[str, Any]]
+Variant = tuple[str, Tree]
 
 
 def clean_path(path: str) -> str:
@@ -83,9 +83,7 @@ def best_names(expected: Iterable[str], state: State) -> Variant:
     if len(beginnings) == 1:
         (beginning,) = beginnings
         _, unchanged = variants[0]
-        prefixed = {}
-        for key, value in unchanged.items():
-            prefixed[f"{beginning}.{key}"] = value
+        prefixed = {f"{beginning}.{key}": value for key, value in unchanged.items()}
         variants.append(("", prefixed))
 
     def fitting(variant: Variant) -> int:
@@ -143,7 +141,7 @@ def whole_state(
     if not groups:
         raise StateDictError("an optimizer state without groups")
     named = _names_of_groups(optimizer, states, groups, names)
-    by_name: dict[str, Tree] = {}
+    by_name = {}
     for index, (group, members) in enumerate(zip(groups, named, strict=True)):
         numbers = group["params"]
         if len(members) != len(numbers):
@@ -154,9 +152,7 @@ def whole_state(
             if not item:
                 # FairScale's load_state_dict leaves {} for what another rank owns.
                 continue
-            by_name[name] = {}
-            for key, value in item.items():
-                by_name[name][key] = _one_value(name, key, value)
+            by_name[name] = {key: _one_value(name, key, value) for key, value in item.items()}
     if not by_name:
         _check_nothing_is_lost(states)
     if strict:
@@ -198,9 +194,8 @@ def _one_value(name: str, key: str, value: Any) -> Any:
     """Return the one number of a list in which FairScale's FSDP keeps it for each rank; all else as it is."""
     if not isinstance(value, list) or not value:
         return value
-    for number in value:
-        if not isinstance(number, Tensor) or number.dim() > 0:
-            return value
+    if not all(isinstance(number, Tensor) and number.dim() == 0 for number in value):
+        return value
     first = value[0]
     if not all(torch.equal(number, first) for number in value):
         raise StateDictError("the optimizer state", mismatched={f"{name}: {key}": ("one value", value)})
@@ -244,11 +239,7 @@ def _names_of_groups(
 
 
 def _are_names(groups: Iterable[Iterable[object]]) -> bool:
-    for members in groups:
-        for member in members:
-            if not isinstance(member, str):
-                return False
-    return True
+    return all(isinstance(member, str) for member in itertools.chain.from_iterable(groups))
 
 
 def known_names(optimizer: ShardedOptimizer, names: Iterable[str]) -> list[str]:
@@ -273,13 +264,10 @@ def _check_units(unit_of: Mapping[int, int | None], names: Names) -> None:
     for index, unit in enumerate(names):
         expected += [index] * len(unit)
     saved = list(map(unit_of.get, range(len(unit_of))))
-    if len(expected) == len(saved):
-        # None: the parameter had no state.
-        agrees = True
-        for index, number in zip(expected, saved, strict=True):
-            agrees = agrees and number in (None, index)
-        if agrees:
-            return
+    # None: the parameter had no state.
+    agrees = all(number in (None, index) for index, number in zip(expected, saved, strict=False))
+    if agrees and len(expected) == len(saved):
+        return
     units = sorted({unit for unit in saved if unit is not None})
     counts = list(map(saved.count, units))
     sizes = {"parameters of each wrapped module": (list(map(len, names)), counts)}
@@ -304,8 +292,7 @@ def _regroup(optimizer: ShardedOptimizer, old: Sequence[tuple[State, list[str]]]
     """Put the old hyper-parameters into this optimizer's groups."""
     hyper_of = {}
     for hyper, names in old:
-        for name in names:
-            hyper_of[name] = hyper
+        hyper_of.update(dict.fromkeys(names, hyper))
     missing = []
     wrong = {}
     regrouped = []

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from fsshard.checkpoint.format.index import (
     Values,
     write_index,
 )
-from fsshard.checkpoint.format.tensors_file import STORED, dtype_name, write
+from fsshard.checkpoint.format.tensors_file import STORED, StrPath, dtype_name, write
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.interop.foreign import READER, foreign, open_tree, unknown
 from fsshard.checkpoint.interop.foreign_names import (
@@ -73,8 +74,8 @@ PlacedDict = tuple[Place, dict[Any, Any]]
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: StrPath,
+    destination: StrPath,
     *,
     trust_pickle: bool = False,
     optimizer: bool = True,
@@ -174,14 +175,11 @@ class ForeignReader(TensorReader):
                 self._values[key] = self._read(node, (0, node.numel())).reshape(node.shape)
             return self._values[key]
         if type(node) in (list, tuple):
-            return type(node)(self.tree(item) for item in node)
+            return type(node)(map(self.tree, node))
         if isinstance(node, PurePath):
             return str(node)
         if isinstance(node, dict):
-            tree = {}
-            for key, item in node.items():
-                tree[key] = self.tree(item)
-            return tree
+            return {key: self.tree(item) for key, item in node.items()}
         return node
 
     def add_for(
@@ -327,10 +325,7 @@ class ForeignReader(TensorReader):
                 f"their folder, {self.directory.absolute().parent}"
             )
         # Under ZeRO-3 a model's own state dict has tensors without elements.
-        sizes = []
-        for value in state.values():
-            if isinstance(value, Tensor):
-                sizes.append(value.numel())
+        sizes = [value.numel() for value in state.values() if isinstance(value, Tensor)]
         if sizes and not any(sizes):
             raise CheckpointError(f"{self.directory}: all {len(sizes)} tensors are empty, their numbers are elsewhere")
 
@@ -376,9 +371,7 @@ class ForeignReader(TensorReader):
 
     def _names_parameters(self, node: Values) -> bool:
         """Return whether an optimizer's state has names for its parameters, and not numbers."""
-        names = []
-        for group in node["param_groups"]:
-            names += self._own_names(group)
+        names = chain.from_iterable(map(self._own_names, node["param_groups"]))
         return all(isinstance(name, str) for name in names)
 
     def _put_optimizer(
@@ -412,11 +405,9 @@ class ForeignReader(TensorReader):
             state = {}
             for group in node["param_groups"]:
                 names = self._own_names(group)
-                hyper = {}
-                for key, value in group.items():
-                    if key != "param_names":
-                        hyper[key] = value
-                groups.append({**hyper, "params": names})
+                hyper = {**group, "params": names}
+                hyper.pop("param_names", None)
+                groups.append(hyper)
                 for number, parameter in zip(group["params"], names, strict=True):
                     state[parameter] = node["state"].get(number, {})
             self._put_optimizer(name, UNKNOWN_CLASS, groups, state)
@@ -461,9 +452,7 @@ class ForeignReader(TensorReader):
     def make_index(self) -> Index:
         """Make the index over all that was added."""
         path = self.directory
-        infos = {}
-        for name, tensor in self.tensors.items():
-            infos[name] = self._info(name, tensor)
+        infos = {name: self._info(name, tensor) for name, tensor in self.tensors.items()}
         files = [path]
         if path.is_dir():
             files = sorted(file for file in path.iterdir() if file.is_file())

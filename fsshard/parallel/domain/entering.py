@@ -67,7 +67,7 @@ def _is_slab(value: Tensor, *, uneven: bool = False) -> bool:
         if uneven:
             return mark.domain.is_uneven(mark.sizes)
         return mark.domain.size > 1
-    seen: set[Any] = set()
+    seen = set()
     left: list[Any] = [value.grad_fn]
     while left:
         node = left.pop()

@@ -5,7 +5,7 @@ What is compared within a step is in step_causes.py.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,11 +85,7 @@ def _by_step(
     """Return what ``compared`` say: what came first explains the rest; of one step in their order."""
     firsts = [first(tell, old, new, steps) for tell in compared]
     firsts.sort(key=lambda step_and_words: step_and_words[0])
-    sentences = []
-    for step, words in firsts:
-        if words:
-            sentences.append(f"step {step}: {words}")
-    return sentences
+    return [f"step {step}: {words}" for step, words in firsts if words]
 
 
 def _is_fairscale(one: ScriptTrace) -> bool:
@@ -169,10 +165,9 @@ def _changing_alone(copies: Copies, others: Copies) -> list[str]:
 
 def _copies(one: ScriptTrace) -> Copies:
     """Return the digests that each copy of the weights has had."""
-    copies: Copies = {}
+    copies = defaultdict(set)
     for record in one.ranks[0].steps.values():
         for name, sketch in record.buffers.items():
             if name.startswith(COPY):
-                of_copy = copies.setdefault(name, set())
-                of_copy.add(sketch.digest)
+                copies[name].add(sketch.digest)
     return copies

@@ -11,7 +11,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.parity.comparing import cell_of, compare_traces
 from fsshard.parity.plain import plain
 from fsshard.parity.render import ParityReport
-from fsshard.parity.report import Cell, Difference, Divergence, StepReport, difference
+from fsshard.parity.report import Cell, Divergence, StepReport, difference
 from fsshard.parity.scripts.causes import averages, causes, first, ranks_apart
 from fsshard.parity.scripts.names import align_names
 from fsshard.parity.scripts.step_causes import FACTS, changes, digests, losses
@@ -197,12 +197,9 @@ def _decisive(report: StepReport) -> StepReport:
 
 def _unequal(report: StepReport) -> StepReport:
     """Return the report with what is not equal alone."""
-    unequal: dict[str, dict[str, Difference]] = {}
+    unequal = {}
     for quantity, differences in report.differences.items():
-        kept = unequal.setdefault(quantity, {})
-        for name, difference_of_one in differences.items():
-            if difference_of_one.verdict != "exact":
-                kept[name] = difference_of_one
+        unequal[quantity] = {name: each for name, each in differences.items() if each.verdict != "exact"}
     return replace(report, differences=unequal)
 
 
@@ -257,10 +254,7 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
         # A buffer that a forward makes, or that an engine keeps otherwise, decides nothing.
         if quantity == "buffer":
             names &= of_old.keys() & of_new.keys()
-        shared[quantity] = {}
-        for name, sketch in sketches[quantity].items():
-            if name in names:
-                shared[quantity][name] = sketch
+        shared[quantity] = {name: sketch for name, sketch in sketches[quantity].items() if name in names}
     return shared
 
 

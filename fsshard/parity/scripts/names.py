@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,14 +106,14 @@ def _match_alike(
 
 def _alike(sides: Sides, without: set[str], depth: int) -> Kinds:
     """Return the names by what is alike."""
-    kinds: Kinds = {}
+    kinds = defaultdict(list)
     for name, sketches in sides.items():
         if name in without:
             continue
         initial = sketches[0]
         digests = [sketch.digest for sketch in sketches]
         kind = (initial.shape, *digests[:depth])
-        kinds.setdefault(kind, []).append(name)
+        kinds[kind].append(name)
     return kinds
 
 

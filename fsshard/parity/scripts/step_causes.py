@@ -6,7 +6,7 @@ Each function is given the records of all ranks, of the old script and of the ne
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -223,10 +223,10 @@ def settings(old: Record, new: Record) -> str:
     before = _settings_by_name(old)
     now = _settings_by_name(new)
     shared = [name for name in before if name in now]
-    changed: dict[Change, Names] = {}  # -> the parameters, or groups
+    changed = defaultdict(list)  # -> the parameters, or groups
     for name in shared:
         for change in _changed_settings(before[name], now[name]):
-            changed.setdefault(change, []).append(name)
+            changed[change].append(name)
     words = []
     for (key, values), names in changed.items():
         owner = _owner(names, shared, old.fact("member"))
@@ -290,11 +290,7 @@ def _equal(one: Any, other: Any) -> bool:
 def _stepped(record: Record) -> Names:
     """Return the parameters that optimizers step; a frozen one is not, though a group may have it."""
     trained = record.fact("trained")
-    stepped = []
-    for name in record.fact("member"):
-        if trained.get(name) != "frozen":
-            stepped.append(name)
-    return stepped
+    return [name for name in record.fact("member") if trained.get(name) != "frozen"]
 
 
 @per_rank
@@ -311,14 +307,13 @@ def members(old: Record, new: Record) -> str:
 
 def _not_stepped(names: set[str], record: Record, side: str) -> Iterator[str]:
     """Yield in words why no optimizer steps some parameters."""
-    reasons: dict[str, Names] = {}
+    reasons = defaultdict(list)
     trained = record.fact("trained")
     for name in sorted(names):
         reason = "in no group of an optimizer"
         if trained.get(name) == "frozen":
             reason = "frozen"
-        with_reason = reasons.setdefault(reason, [])
-        with_reason.append(name)
+        reasons[reason].append(name)
     for reason, unstepped in sorted(reasons.items()):
         verb = "is" if len(unstepped) == 1 else "are"
         yield f"{few(unstepped)} {verb} {reason} in the {side} script"
@@ -352,11 +347,7 @@ def _states(ranks: Ranks) -> dict[str, str]:
 
 def _lost(states: Texts, others: Texts) -> Names:
     """Return of what there are states, and none in the other script, which has the parameter."""
-    lost = []
-    for name, state in states.items():
-        if state and others.get(name) == "":
-            lost.append(name)
-    return sorted(lost)
+    return sorted(name for name, state in states.items() if state and others.get(name) == "")
 
 
 def _classes(record: Record) -> set[Any]:
@@ -381,10 +372,9 @@ def compare_fact(kind: str, words: str) -> Tell:
     def tell(old: Record, new: Record) -> str:
         before = _known(old.fact(kind))
         now = _known(new.fact(kind))
-        names_of_change: dict[str, Names] = {}
+        names_of_change = defaultdict(list)
         for name, change in changes(before, now).items():
-            names = names_of_change.setdefault(change, [])
-            names.append(name or "the model itself")
+            names_of_change[change].append(name or "the model itself")
         sentences = []
         for change, names in names_of_change.items():
             names.sort()

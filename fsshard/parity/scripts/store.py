@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,12 +249,11 @@ class ScriptTrace:
 
 def _share(ranks: list[Sketches]) -> None:
     """Give ranks that have a digest alone, or nothing, the sketch of the same tensor that another one has."""
-    full: dict[str, list[Sketch]] = {}
+    full = defaultdict(list)
     for sketches in ranks:
         for name, sketch in sketches.items():
-            sketches_of_name = full.setdefault(name, [])
             if sketch.dtype:
-                sketches_of_name.append(sketch)
+                full[name].append(sketch)
     for sketches in ranks:
         for name, sketches_of_name in full.items():
             for sketch in sketches_of_name:

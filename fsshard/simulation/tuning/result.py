@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -293,9 +294,9 @@ def _draw(
     draw([result.winner], "*", color="#D55E00", label="winner", markersize=14)
     if result.memory is not None:
         axes.axhline(result.memory / scale, color="black", linestyle=":", label="memory bound")
-    names: dict[int, list[str]] = {}  # a plan may have several
+    names = defaultdict(list)  # a plan may have several
     for name, one in result.aliases.items():
-        names.setdefault(id(one), []).append(name)
+        names[id(one)].append(name)
     for marker, names_of_plan in zip(cycle(MARKERS), names.values(), strict=False):
         plan = result.aliases[names_of_plan[0]]
         # The names are in the legend: beside the points they would collide.

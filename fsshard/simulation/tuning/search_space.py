@@ -343,10 +343,10 @@ def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
 
 def _repeated(profile: ModelProfile, weight: Callable[[ModuleFacts], int]) -> list[Names]:
     """Return classes of several modules that are called once and together weigh much; the largest modules first."""
-    by_class: dict[str, list[ModuleFacts]] = {}
+    by_class = defaultdict(list)
     for facts in profile.modules[1:]:
         if facts.nbytes and not facts.container:
-            by_class.setdefault(facts.kind, []).append(facts)
+            by_class[facts.kind].append(facts)
     least = max(1, SHARE * weight(profile.modules[0]))
     ranking = []
     for name, group in by_class.items():

@@ -197,10 +197,7 @@ def _nothing(search: Search, bound: int | None) -> FsshardError:
     leanest = best(search.tried, None)
     if leanest is None or bound is None:
         return search.error or ConfigurationError(f"no plan is possible: {'; '.join(search.failed.values())}")
-    ways = []
-    for text, peak in search.ways_down(leanest, bound):
-        if peak < leanest.peak:
-            ways.append(f"{text}: {size(peak)}")
+    ways = [f"{text}: {size(peak)}" for text, peak in search.ways_down(leanest, bound) if peak < leanest.peak]
     by_kind = leanest.estimate.by_kind
     activations = by_kind["activations"] + by_kind["inputs"]
     if activations:
@@ -455,12 +452,8 @@ class Search:
 
     def _try(self, candidates: list[Candidate], name: str = "") -> list[Tried]:
         """Simulate all of them; return those that can be."""
-        tried = []
-        for candidate in candidates:
-            one = self._consider(candidate, name)
-            if one is not None:
-                tried.append(one)
-        return tried
+        tried = [self._consider(candidate, name) for candidate in candidates]
+        return [one for one in tried if one is not None]
 
     def _unrepeated(self, choices: list[Any]) -> list[Any]:
         """Replace units of which a step calls some more than once by the classes of the others."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,9 +125,9 @@ class InnerFSDP(TorchFSDP):
         flat = self.flat
         if flat is None:
             return []
-        tied: dict[Place, list[Place]] = {}
+        tied = defaultdict(list)
         for info in fsdp1.shared_infos_of(flat):
-            tied.setdefault((info.prim_module, info.prim_param_name), []).append((info.module, info.param_name))
+            tied[info.prim_module, info.prim_param_name].append((info.module, info.param_name))
         return [
             Own(_name(path, name), shape, ((module, name), *tied.get((module, name), ())))
             for (name, module, path), shape in zip(fsdp1.infos_of(flat), fsdp1.shapes_of(flat), strict=True)
@@ -232,7 +233,7 @@ class InnerFSDP(TorchFSDP):
         fsdp1.claim_orig_params(self, not self._flattens)
         try:
             with TorchFSDP.summon_full_params(self, recurse=False, writeback=False):
-                views: dict[Place, Tensor | None] = {}
+                views = {}
                 for each in owners:
                     for owner, name in each.places:
                         parameter = owner._parameters[name]

@@ -8,6 +8,7 @@ state), ``uncollected_local_ids`` which of those hold the first rank's part only
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -218,12 +219,8 @@ def check_local(
     strict: bool,
 ) -> Any:
     """Return torch's named tuple of missing and unexpected keys of a rank's part of a state; raise if it cannot fit."""
-    shapes = {}
-    for key, value in state_dict.items():
-        shapes[key] = tuple(value.shape)
-    expected = {}
-    for name, buffer in saved_buffers(root).items():
-        expected[name] = tuple(buffer.shape)
+    shapes = {key: tuple(value.shape) for key, value in state_dict.items()}
+    expected = {name: tuple(buffer.shape) for name, buffer in saved_buffers(root).items()}
     aliases = set()
     for path, instance in wrappers:
         for name, within in _backing(instance).items():
@@ -238,17 +235,16 @@ def check_local(
         if not instance.flatten_parameters:
             for _, alias in instance.module.ties():
                 aliases.add(path_below(path, alias))
-    missing = []
-    wrong = {}
-    for key, shape in expected.items():
-        if key not in shapes:
-            missing.append(key)
-        elif shapes[key] != shape:
-            wrong[key] = (shape, shapes[key])
+    missing = [key for key in expected if key not in shapes]
     unexpected = []
-    for key in state_dict:
+    for key in shapes:
         if key not in expected and key not in aliases:
             unexpected.append(key)
+    wrong = {}
+    for key, shape in expected.items():
+        got = shapes.get(key, shape)
+        if got != shape:
+            wrong[key] = (shape, got)
     if wrong or (strict and (missing or unexpected)):
         raise StateDictError("the local state dict", missing, unexpected, wrong)
     return IncompatibleKeys(missing, unexpected)
@@ -412,10 +408,10 @@ def gather(
 
 def _values_by_key(states: Sequence[State]) -> dict[str, list[Any]]:
     """Return what ranks have under each key; a rank that has no part of a parameter has no state of it either."""
-    values: dict[str, list[Any]] = {}
+    values = defaultdict(list)
     for state in states:
         for key, value in state.items():
-            values.setdefault(key, []).append(value)
+            values[key].append(value)
     return values
 
 
@@ -511,10 +507,7 @@ def cut(
         places[id(parameter)] = index
     state = {}
     for number, unit in enumerate(units):
-        items = []
-        for n in unit.numbers:
-            if n in full["state"]:
-                items.append(full["state"][n])
+        items = [full["state"][n] for n in unit.numbers if n in full["state"]]
         if not items:
             continue
         part = {}
