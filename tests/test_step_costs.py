@@ -14,7 +14,7 @@ from torch import nn
 
 import fsshard
 from tests.forked import forking
-from tests.models import Spectral, take_step
+from tests.models import Spectral
 
 # Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one; bare
 # torch has about 130 and 21. A unit has a complex weight and a real one. Only ever lowered, or the commit says why;
@@ -48,7 +48,8 @@ def stepping(backend: str, units: int) -> Any:
         model(x).square().mean().backward()
         if clip:
             model.clip_grad_norm_(1.0)
-        take_step(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(5):
         step()

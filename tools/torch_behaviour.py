@@ -63,6 +63,7 @@ COUNTED_ON: dict[str, dict[str, str]] = {
         ),
     },
     "fsdp2": {
+        "torch.distributed._composable.contract": "that fully_shard.state(module) is the state of a unit",
         "torch.distributed.fsdp._fully_shard._fsdp_api:MixedPrecisionPolicy": "what None means for each of its dtypes",
         "torch.distributed.fsdp._fully_shard._fsdp_collectives": (
             "in which dtype gradients are reduced, and when what our collectives give back is read, cast and divided"
