@@ -121,10 +121,7 @@ class Backend(ABC):
 
         Taken before sharding: parameters can be told by identity then, and FSDP1 registers them in another order.
         """
-        names = {}
-        for entry in self.entries.values():
-            for slot in entry.slots:
-                names[id(slot.parameter)] = entry.name
+        names = {id(entry.parameter): entry.name for entry in self.entries.values()}
         with raw_state():
             raw = self.module.state_dict(keep_vars=True)
         keys = {}

@@ -55,7 +55,8 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     slots = shaped_slots(table)
     buffers = table.buffers()
     _check_dense(buffers, slots)
-    if is_meta(slots):
+    devices = {slot.parameter.device: slot.name for slot in slots}
+    if torch.device("meta") in devices and is_meta(slots):
         return slots
     meta = [name for name, buffer in buffers.items() if buffer.is_meta]
     if meta:
@@ -63,7 +64,6 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
             f"buffers on the meta device, and real parameters: {', '.join(meta[:5])}; materialise them before wrap, or "
             "build the whole model under torch.device('meta')"
         )
-    devices = {slot.parameter.device: slot.name for slot in slots}
     if len(devices) > 1:
         places = [f"{name} on {device}" for device, name in devices.items()]
         raise ModelError(f"model: expected one device, got {', '.join(places)}; move it to one with model.to(device)")
