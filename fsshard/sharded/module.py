@@ -565,6 +565,9 @@ def clip_grad_norm_(
         OptimizerError: every backward pass of a model since its last step ran under ``no_sync()``.
     """
     members = wrapped_models(models, "clip_grad_norm_")
+    # Numbers in any form, as torch's own takes them.
+    max_norm = float(max_norm)
+    norm_type = float(norm_type)
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type: expected a positive number or inf, got {norm_type}")
     backends = [model.backend for model in members]
@@ -573,7 +576,7 @@ def clip_grad_norm_(
     with taking_part(backends[0].settings.group, "clip_grad_norm_()"):
         for model in members:
             model._fsshard.finish_gradients(model.backend.all)
-        return clip_by_norm(backends, max_norm, float(norm_type), error_if_nonfinite=error_if_nonfinite)
+        return clip_by_norm(backends, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
 def _check_trains_nothing(name: str, value: object) -> None:

@@ -24,6 +24,8 @@ def arrangements(meshes: Any, world_size: int) -> list[dict[str, int]]:
             'name, such as [{"replicate": 2, "shard": 4}]'
         )
     if all(isinstance(each, str) for each in meshes):
+        if len(set(meshes)) < len(meshes):
+            raise ConfigurationError(f"meshes={meshes!r}: expected each dimension once; name them differently")
         return list(_all_arrangements(meshes, world_size))
     sizes_by_name = list(map(check_mesh, meshes))
     for sizes in sizes_by_name:

@@ -280,6 +280,7 @@ def test_orders_of_a_mesh_that_divides_the_model(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("meshes", "said"),
     [
+        (("data", "data"), "expected each dimension once; name them differently"),
         ("replicate", r"meshes='replicate': expected names of dimensions such as \(\"replicate\", \"shard\"\)"),
         ([{"replicate": 3, "shard": 2}], r"meshes=: .* has not world_size=4 ranks"),
         (("rows", "columns"), "'rows' does not say whether its ranks see the same samples"),
