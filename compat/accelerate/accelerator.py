@@ -258,7 +258,7 @@ class Accelerator(StateFiles):
         stored = list(map(stored_of, own))
         given = set(map(id, stored))
         for model in self._models:
-            if not isinstance(model, ShardedModule) or model.backend.facts.divides != "elements":
+            if not isinstance(model, ShardedModule) or not model.backend.facts.has_dtensors:
                 continue
             # The same numbers as torch's, without its work for each DTensor.
             if given == {id(entry.parameter) for entry in model.backend.all}:

@@ -226,9 +226,6 @@ class FSDP2Backend(TorchShardedBackend):
                     attributes = attributes_of(entry.parameter)
                     entry.parameter = entry.slots[0].parameter
                     entry.parameter.__dict__.update(attributes)
-        self._state = state_of(self.module)
-        # A method that runs in place of the forward may call it.
-        self.module.register_forward_hook(lambda *_: forward_goes_on(self._state), prepend=True)
         self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
@@ -346,6 +343,9 @@ class FSDP2Backend(TorchShardedBackend):
         self._looks = LooksAtForwards()
         self._gathered = GatheredWeights(modules)
         self._versions: list[int] = []  # of the shards before a forward that is looked at
+        self._state = state_of(self.module)
+        # A method that runs in place of the forward may call it.
+        self.module.register_forward_hook(lambda *_: forward_goes_on(self._state), prepend=True)
         self.module.register_forward_hook(self._look)
 
     def _look(self, root: Any, args: Any, output: Any) -> None:
