@@ -5,17 +5,23 @@ from __future__ import annotations
 import gc
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fairscale.nn.data_parallel import ShardedDataParallel
+from fairscale.optim import OSS
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsshard
 from tests.forked import forking
 from tests.models import Spectral
 
+VERSION = f"{torch.__version__[:4]}, {sys.version[:4]}"
 # Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one; bare
 # torch has about 130 and 21. A unit has a complex weight and a real one. Only ever lowered, or the commit says why;
 # elsewhere a quarter more may be.
@@ -35,6 +41,42 @@ COLLECTIVES = {
     "fsdp": "all_gather 18, all_gather 18, all_gather 18, all_gather 18, all_reduce 1, all_to_all 36, all_to_all 36",
     "fsdp2": "all_reduce 1, all_to_all 72, broadcast 36, broadcast 36",
 }
+# Backend -> calls of Python functions of wrap and build_optimizer for each further unit, of those by hand.
+CALLS_OF_WRAP = {"ddp": 2.0, "fairscale": 2.0, "fsdp": 1.1, "fsdp2": 0.7}
+
+
+def by_hand(model: nn.Sequential, backend: str) -> None:
+    module: Any = model
+    if backend == "ddp":
+        module = nn.parallel.DistributedDataParallel(model)
+    elif backend == "fsdp":
+        policy = ModuleWrapPolicy({nn.Linear})
+        module = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id="cpu")
+    elif backend == "fsdp2":
+        for unit in (*model, model):
+            fully_shard(unit)
+    else:
+        optimizer = OSS(model.parameters(), torch.optim.AdamW)
+        ShardedDataParallel(model, optimizer)
+        return
+    torch.optim.AdamW(module.parameters())
+
+
+def by_wrap(model: nn.Module, backend: str) -> None:
+    wrapped = fsshard.wrap(model, backend=backend, auto_wrap_policy={nn.Linear})
+    fsshard.build_optimizer(wrapped, torch.optim.AdamW)
+
+
+def job_wrap(backend: str) -> float:
+    def calls(make: Callable[[nn.Sequential, str], None], units: int) -> int:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(units)])
+        return calls_of(lambda: make(model, backend))
+
+    calls_of_unit = []
+    for make in (by_wrap, by_hand):
+        calls(make, 1)  # imports
+        calls_of_unit.append(calls(make, 220) - calls(make, 20))
+    return calls_of_unit[0] / calls_of_unit[1]
 
 
 def stepping(backend: str, units: int) -> Any:
@@ -58,11 +100,14 @@ def stepping(backend: str, units: int) -> Any:
 
 
 def calls_of_step(backend: str, units: int) -> int:
-    step = stepping(backend, units)
+    return calls_of(stepping(backend, units))
+
+
+def calls_of(function: Callable[[], None]) -> int:
     events = []
     gc.disable()  # finalizers are calls
     sys.setprofile(lambda _, event, __: events.append(event))
-    step()
+    function()
     sys.setprofile(None)
     gc.enable()
     return events.count("call")
@@ -85,12 +130,11 @@ def counted() -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("backend", ["none", *COLLECTIVES])
 def test_calls_of_a_step(counted: dict[str, tuple[int, int]], backend: str) -> None:
-    version = f"{torch.__version__[:4]}, {sys.version[:4]}"
     few, each = counted[backend]
-    if version in CALLS:
-        assert (few, each) == CALLS[version][backend]
+    if VERSION in CALLS:
+        assert (few, each) == CALLS[VERSION][backend]
     else:
-        print("no calls are known of torch and Python", version)
+        print("no calls are known of torch and Python", VERSION)
         most, most_each = [*CALLS.values()][-1][backend]
         assert max(few / most, each / most_each) <= 1.25
 
@@ -106,3 +150,11 @@ def job_collectives(backend: str) -> str:
 @pytest.mark.parametrize("backend", COLLECTIVES)
 def test_collectives_of_a_clipped_step(ranks: Any, backend: str) -> None:
     assert ranks.run(job_collectives, 2, backend)[0] == COLLECTIVES[backend]
+
+
+@pytest.mark.parametrize("backend", CALLS_OF_WRAP)
+def test_calls_of_wrap(ranks: Any, backend: str) -> None:
+    most = CALLS_OF_WRAP[backend]
+    if VERSION not in CALLS:
+        most *= 1.25
+    assert ranks.run(job_wrap, 1, backend)[0] <= most

@@ -29,7 +29,7 @@ from fsshard.backends.step_state import Stage, StepState
 from fsshard.complex_params.flattened import forget_shown, stored_in
 from fsshard.complex_params.replaced import UngatheredParameter, attributes_of
 from fsshard.complex_params.shown import raw_state
-from fsshard.complex_params.slots import ModuleTable
+from fsshard.complex_params.slots import ModuleTable, all_places
 from fsshard.errors import UnsupportedByBackend
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.oss.collectives import average, used_anywhere
@@ -97,7 +97,8 @@ class Backend(ABC):
         self._deviates = False
         self.engine = self.shard()
         self.guard: PartsGuard | None = None
-        is_flat = any(entry.cut is not None and entry.cut.buffer for entry in self.all)
+        cuts = [entry.cut for entry in self.all if entry.cut is not None]
+        is_flat = any(cut.buffer for cut in cuts)
         # DTensors on one rank, too: what a script may do must not depend on how many there are.
         if self.facts.has_dtensors or is_flat:
             parameters = [entry.parameter for entry in self.all]
@@ -396,7 +397,7 @@ def no_offload(backend: str) -> UnsupportedByBackend:
 
 def _unit_modules(module: nn.Module, plan: Plan) -> dict[str, list[nn.Module]]:
     """Return the modules of each unit, children before their parents, without those of the units below it."""
-    modules = dict(module.named_modules())
+    modules = dict(all_places(module))
     units = {modules[name] for name in plan.unit_names}
     return {unit.name: _region(modules[unit.name], units) for unit in plan.units}
 

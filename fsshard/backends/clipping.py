@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsshard.backends.base import Backend
-from fsshard.backends.whole import counts_all_ranks, owned
+from fsshard.backends.whole import counted_over_ranks, owned
 from fsshard.complex_params.shown import stored_of
 from fsshard.oss.norm_and_scaling import combined, exchanged
 from fsshard.patches import CLIP_GRAD_NORM
@@ -72,11 +72,9 @@ def _owners() -> dict[int, tuple[Any, Entry]]:
     """Return by a parameter's identity the wrapped model, and the entry, that is counted over all ranks."""
     owners = {}
     for model in CLIP_GRAD_NORM.needing(_norm):
-        backend = model.backend
-        for entry in backend.all:
-            if counts_all_ranks(backend, entry):
-                key = id(entry.parameter)
-                owners[key] = (model, entry)
+        for entry in counted_over_ranks(model.backend):
+            key = id(entry.parameter)
+            owners[key] = (model, entry)
     return owners
 
 

@@ -35,6 +35,7 @@ from fsshard.comm import tree
 from fsshard.comm.watchdog import taking_part
 from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.shard_tensors import FlatShard
+from fsshard.complex_params.slots import all_places
 from fsshard.errors import ModelError, UnsupportedByBackend
 from fsshard.model.memory_layout import Order, memory_order, packed
 from fsshard.model.outputs import forward_begins, hook_bases
@@ -117,14 +118,16 @@ class FSDP1Backend(TorchShardedBackend):
 
     def shard(self) -> nn.Module:
         plan = self.settings.plan
-        modules = dict(self.module.named_modules())
+        modules = dict(all_places(self.module))
         self._modules = modules
         self._told = False
+        self._arguments = self._make_arguments()
+        self._is_mixed = not self.settings.precision.is_full
         # (parent, child's name, wrapper, the child)
         self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         # A module has several places where it is shared.
         places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for parent in modules.values():
+        for parent in dict.fromkeys(modules.values()):
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
         units = {unit.name: unit for unit in plan.units}
@@ -168,7 +171,7 @@ class FSDP1Backend(TorchShardedBackend):
         return root
 
     def _entries_of(self, unit: Unit) -> list[Entry]:
-        return [self.entries[name] for name in unit.parameters]
+        return list(map(self.entries.__getitem__, unit.parameters))
 
     def _show(self, entries: list[Entry], unit: str, change: Callable[[Tensor, Entry], Tensor]) -> None:
         """Let the forward of a unit begin with showing it ``change(view)`` in place of FSDP1's views."""
@@ -198,38 +201,46 @@ class FSDP1Backend(TorchShardedBackend):
                 module = self._flattened(planned, module)
         return self._flattened(planned, module)
 
-    def _flattened(self, planned: Unit, module: nn.Module) -> nn.Module:
-        """Put FSDP1 around a module: the parameters in it that no flat parameter has yet become one."""
-        from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+    def _make_arguments(self) -> dict[str, Any]:
+        """Return what the constructors of all units are given."""
+        from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
         settings = self.settings
-        where: dict[str, Any] = {"process_group": settings.group}
+        group: Any = settings.group
         if settings.sharding_strategy in HYBRIDS:
-            where = {"process_group": (settings.mesh.get_group(1), settings.mesh.get_group(0))}
-        mixed = None
-        if not settings.precision.is_full:
-            mixed = MixedPrecision(
-                param_dtype=planned.compute,
-                reduce_dtype=settings.precision.reduce or planned.compute,
-                # fsshard.model.precision casts inputs, under every backend alike.
-                cast_root_forward_inputs=False,
-                # The plan has made BatchNorms float32 units.
-                _module_classes_to_ignore=(),
-            )
-        new_class, final_class = _unit_classes()
-        unit: Any = new_class(
-            module,
-            sharding_strategy=ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
-            cpu_offload=CPUOffload(offload_params=True) if settings.cpu_offload else None,
+            group = (settings.mesh.get_group(1), settings.mesh.get_group(0))
+        return {
+            "process_group": group,
+            "sharding_strategy": ShardingStrategy[settings.sharding_strategy or "FULL_SHARD"],
+            "cpu_offload": CPUOffload(offload_params=True) if settings.cpu_offload else None,
             # It aligns parameters to 16 bytes, without which complex views fail, and keeps the objects.
-            use_orig_params=True,
-            mixed_precision=mixed,
+            "use_orig_params": True,
             # Without it torch 2.13 raises "FSDP needs a non-CPU accelerator device" on the CPU.
-            device_id=settings.device,
-            **where,
+            "device_id": settings.device,
             **settings.options,
+        }
+
+    def _mixed_precision(self, planned: Unit) -> Any:
+        from torch.distributed.fsdp import MixedPrecision
+
+        return MixedPrecision(
+            param_dtype=planned.compute,
+            reduce_dtype=self.settings.precision.reduce or planned.compute,
+            # fsshard.model.precision casts inputs, under every backend alike.
+            cast_root_forward_inputs=False,
+            # The plan has made BatchNorms float32 units.
+            _module_classes_to_ignore=(),
         )
+
+    def _flattened(self, planned: Unit, module: nn.Module) -> nn.Module:
+        """Put FSDP1 around a module: the parameters in it that no flat parameter has yet become one."""
+        arguments = self._arguments
+        if self._is_mixed:
+            arguments = {**arguments, "mixed_precision": self._mixed_precision(planned)}
+        new_class, final_class = _unit_classes()
+        unit: Any = new_class(module, **arguments)
         unit.__class__ = final_class
+        settings = self.settings
         shards = unit.process_group
         # gloo's collectives raise on the ranks that are left when one dies, in backward from inside of FSDP1's hooks
         # (torch 2.13). NCCL's never raise there; of two ranks it adds up in the one order that there is.

@@ -42,6 +42,7 @@ from fsshard.complex_params.parameter_records import mark_stale, new_record
 from fsshard.complex_params.replaced import attributes_of
 from fsshard.complex_params.shard_tensors import shard_tensor
 from fsshard.complex_params.shown import held_dtensor
+from fsshard.complex_params.slots import all_places
 from fsshard.complex_params.tensorfy import store_as_pairs
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, StaleParameter, UnsupportedByBackend
 from fsshard.model.outputs import hook_views_too
@@ -197,7 +198,7 @@ class FSDP2Backend(TorchShardedBackend):
             reshard = False
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
-        modules = dict(self.module.named_modules())
+        modules = dict(all_places(self.module))
         self._planned = {unit.name: unit for unit in settings.plan.units}
         self._adds_in_one_order = bool(settings.options.get("fast_collectives", True))
         self._fast = self._adds_in_one_order and self._on_gloo()

@@ -58,12 +58,13 @@ def owned(backend: Backend, entry: Entry) -> bool:
     return owner == entry.group.rank()
 
 
-def counts_all_ranks(backend: Backend, entry: Entry) -> bool:
-    """Return whether a norm of this rank's stored gradient of ``entry`` is not what the user means by its norm."""
+def counted_over_ranks(backend: Backend) -> list[Entry]:
+    """Return the entries of which the norm of this rank's stored gradient is not what the user means by its norm."""
     settings = backend.settings
-    if backend.facts.divides != "nothing" and settings.world_size > 1:
-        return True
-    return entry.kind.is_complex or bool(entry.layouts) or not settings.knows_all_ranks
+    is_divided = backend.facts.divides != "nothing" and settings.world_size > 1
+    if is_divided or not settings.knows_all_ranks:
+        return backend.all
+    return [entry for entry in backend.all if entry.kind.is_complex or entry.layouts]
 
 
 def raw_state_dict(backend: Backend) -> dict[str, Any]:

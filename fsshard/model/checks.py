@@ -54,8 +54,13 @@ def check_model(table: ModuleTable, wrappers: Collection[str]) -> list[Parameter
     check_not_wrapped(table.modules, wrappers)
     slots = shaped_slots(table)
     buffers = table.buffers()
-    _check_dense(buffers, slots)
-    devices = {slot.parameter.device: slot.name for slot in slots}
+    devices = {}
+    for slot in slots:
+        parameter = slot.parameter
+        _check_dense(slot.name, parameter)
+        devices[parameter.device] = slot.name
+    for name, buffer in buffers.items():
+        _check_strided("buffer", name, buffer)
     if torch.device("meta") in devices and is_meta(slots):
         return slots
     meta = [name for name, buffer in buffers.items() if buffer.is_meta]
@@ -105,22 +110,18 @@ def _where(name: str) -> str:
     return "the model"
 
 
-def _check_dense(buffers: Tensors, slots: Iterable[ParameterSlot]) -> None:
-    for slot in slots:
-        parameter = slot.parameter
-        if is_composite(parameter):
-            raise ModelError(
-                f"parameter {slot.name!r} is a {type(parameter).__name__}, made of other tensors, which no engine "
-                "divides; freeze quantised weights, and keep them out: fsshard.wrap(model, ignored_states=[...])"
-            )
-        _check_strided("parameter", slot.name, parameter)
-        if shares_memory(parameter) or parameter.is_neg():
-            raise ModelError(
-                f"parameter {slot.name!r} is expanded or lazily negated, so its elements share memory; assign "
-                "nn.Parameter(value.resolve_neg().contiguous()) before wrap"
-            )
-    for name, buffer in buffers.items():
-        _check_strided("buffer", name, buffer)
+def _check_dense(name: str, parameter: nn.Parameter) -> None:
+    if is_composite(parameter):
+        raise ModelError(
+            f"parameter {name!r} is a {type(parameter).__name__}, made of other tensors, which no engine "
+            "divides; freeze quantised weights, and keep them out: fsshard.wrap(model, ignored_states=[...])"
+        )
+    _check_strided("parameter", name, parameter)
+    if shares_memory(parameter) or parameter.is_neg():
+        raise ModelError(
+            f"parameter {name!r} is expanded or lazily negated, so its elements share memory; assign "
+            "nn.Parameter(value.resolve_neg().contiguous()) before wrap"
+        )
 
 
 def _check_strided(kind: str, name: str, tensor: Tensor) -> None:

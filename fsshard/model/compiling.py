@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsshard.complex_params.slots import public_name
+from fsshard.complex_params.slots import all_places, public_name
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.planning.plan import Plan
 from fsshard.torch_private.compiling import keywords_of
-from fsshard.torch_private.modules import compiled_within, has_call_hooks
+from fsshard.torch_private.modules import compiled_within, has_call_hooks, holds_compiled
 
 KEYWORDS = ("backend", "dynamic", "fullgraph", "mode", "options", "recompile_limit")
 RECOMPILE_LIMIT = 8
@@ -198,8 +198,8 @@ def takes_compiled_models(wrap: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(wrap)
     def wrapped(model: Any, *args: Any, **settings: Any) -> Any:
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        if not any(map(compiled_within, modules)):
+        modules = dict(all_places(model)) if isinstance(model, nn.Module) else {}
+        if not holds_compiled(modules.values()):
             return wrap(model, *args, **settings)
         compiled = list(_compiled(model))
         settings["compile"] = _asked_by(compiled, settings.get("compile", False))

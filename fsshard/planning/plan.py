@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -214,13 +214,13 @@ def plan_table(
     # Units among these would be read while they are sharded.
     never = never_called(table.modules.values())
     handed = _handed_to_autograd(table, names) if units == "auto" else {}
-    kept, dropped = _keep(picked, names, leaks, never, handed, mixed=mixed)
+    kept, dropped = _keep(picked, names, _holders(table, slots), leaks, never, handed, mixed=mixed)
     dtypes = {real_dtype(dtype) for dtype in {parameter.dtype for parameter in parameters}}
     if len(dtypes) > 1:
         # Flat engines hold one dtype per unit.
         kept = _split_dtypes(table.root, kept, leaks)
     blocks, before = _recomputed(table, recomputed, kept, never)
-    infos = _parameter_infos(slots, parameters, _names_of_units(kept, names))
+    infos = _parameter_infos(slots, parameters, _names_of_units(table, kept))
     # These parameters keep their unit in float32.
     wide = {*complex_names}
     if mixed:
@@ -415,17 +415,21 @@ def _above(name: str) -> list[str]:
     return paths
 
 
-def _parameters(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that these modules hold themselves."""
-    for module in modules:
-        for parameter in stored_in(module).values():
-            if parameter is not None:
-                yield parameter
+def _holders(table: ModuleTable, slots: list[ParameterSlot]) -> set[nn.Module]:
+    """Return the modules that hold a parameter, themselves or below."""
+    paths = {""}
+    for slot in slots:
+        path = slot.name.rpartition(".")[0]
+        while path not in paths:
+            paths.add(path)
+            path = path.rpartition(".")[0]
+    return {module for path, module in table.places if path in paths}
 
 
 def _keep(
     picked: Mapping[nn.Module, str],
     names: NamesById,
+    holders: Collection[nn.Module],
     leaks: Collection[int],
     never: Collection[nn.Module],
     handed: Mapping[nn.Module, str],
@@ -444,7 +448,7 @@ def _keep(
             )
         # Where dtypes are mixed, a BatchNorm without parameters is a unit too: its inputs and outputs are cast.
         may_be_empty = mixed and isinstance(module, BatchNorm)
-        if not may_be_empty and next(_parameters(module.modules()), None) is None:
+        if not may_be_empty and module not in holders:
             dropped[name] = "has no parameters"
         elif module in never:
             dropped[name] = "is never called: its nn.MultiheadAttention reads the weights itself"
@@ -468,11 +472,13 @@ def _region(unit: nn.Module, units: Reasons) -> list[nn.Module]:
 
 def _own_dtypes(modules: list[nn.Module]) -> dict[torch.dtype, int]:
     sizes: dict[torch.dtype, int] = {}
-    # A dict, not a set: ranks must meet equal sizes in the same order.
-    for parameter in dict.fromkeys(_parameters(modules)):
-        dtype = real_dtype(parameter.dtype)
-        nbytes = parameter.numel() * parameter.element_size()
-        sizes[dtype] = sizes.get(dtype, 0) + nbytes
+    seen = set()
+    for module in modules:
+        for parameter in stored_in(module).values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                dtype = real_dtype(parameter.dtype)
+                sizes[dtype] = sizes.get(dtype, 0) + parameter.nbytes
     return sizes
 
 
@@ -497,14 +503,19 @@ def _split_dtypes(root: nn.Module, kept: Reasons, leaks: Collection[int]) -> Rea
     return units
 
 
-def _names_of_units(units: Reasons, names: NamesById) -> dict[int, str]:
-    """Return by id, for each module in a unit, the name of the innermost unit that it is in."""
+def _names_of_units(table: ModuleTable, units: Reasons) -> dict[int, str]:
+    """Return by id, for each module, the name of the innermost unit that it is in.
+
+    By first names: of a module with several places, all are in one unit, or its parameters are tied and leak.
+    """
+    by_name: dict[str, str] = {}
     of_units = {}
-    # The innermost units come last, and win.
-    for unit in sorted(units, key=lambda unit: names[id(unit)].count(".")):
-        name = names[id(unit)]
-        for module in unit.modules():
-            of_units[id(module)] = name
+    for name, module in table.modules.items():
+        unit = by_name.get(name.rpartition(".")[0], "")
+        if module in units:
+            unit = name
+        by_name[name] = unit
+        of_units[id(module)] = unit
     return of_units
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsshard.backends.base import Backend
 from fsshard.backends.clipping import count_all_ranks
-from fsshard.backends.whole import counts_all_ranks, gather_all
+from fsshard.backends.whole import counted_over_ranks, gather_all
 from fsshard.comm.watchdog import meet, taking_part
 from fsshard.complex_params.parameter_records import new_record
 from fsshard.complex_params.slots import public_name
@@ -64,7 +64,7 @@ class ShardedModule(nn.Module):
         controller = ModelController(backend, broadcast_buffers=broadcast_buffers, buffer_dtypes=buffer_dtypes)
         # From here on a write of a name is a write to the user's model.
         self.__dict__["_fsshard"] = controller
-        if any(counts_all_ranks(backend, entry) for entry in backend.all):
+        if counted_over_ranks(backend):
             count_all_ranks(controller)
         for entry in backend.all:
             if backend.facts.divides == "elements":

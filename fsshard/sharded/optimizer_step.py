@@ -57,6 +57,8 @@ class _Shards:
         # As which weights of more than two dims are shown, by name.
         self.matrices = request.matrices
         self._is_fused = any(settings.get("fused") for settings in (request.defaults, *request.groups))
+        # Whether this rank holds a part of each parameter.
+        self._divides = backend.facts.divides == "elements" and backend.settings.world_size > 1
         self._views = {id(entry.parameter): self._view_of(entry) for entry in backend.all}
         # Ids of what an optimizer that reads pairs is shown as complex numbers, or as pairs of reals.
         self._two_forms: set[int] = set()
@@ -77,11 +79,9 @@ class _Shards:
                 # Another rank steps it: here it is in no piece.
                 return View(entry, False, part=(0, 0, 0))
             return View(whole, is_complex, is_turned=bool(entry.kind.order), matrices=matrices)
-        settings = self.backend.settings
-        divided = self.backend.facts.divides == "elements" and settings.world_size > 1
         part = None
         threads = None
-        if divided and settings.device.type == "cpu":
+        if self._divides and self.backend.settings.device.type == "cpu":
             start, stop = entry.here
             total = entry.stored_shape.numel()
             if self.foreign and is_complex:
@@ -92,7 +92,7 @@ class _Shards:
                 part = (start, stop, total)
                 threads = 1
         # A part of a parameter has no dims of its own.
-        is_turned = bool(entry.kind.order) and not divided
+        is_turned = bool(entry.kind.order) and not self._divides
         view = View(entry, is_complex, is_turned=is_turned, part=part, threads=threads, matrices=matrices)
         return view if is_complex or view.is_elsewhere else None
 

@@ -93,6 +93,12 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, _COMPILED_CALL, None) is not None or type(module).__name__ == "OptimizedModule"
 
 
+def holds_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Tell whether ``torch.compile(module)`` returned one of these."""
+    names = {kind.__name__ for kind in set(map(type, modules))}
+    return "OptimizedModule" in names
+
+
 def compiled_within(module: nn.Module) -> nn.Module | None:
     """The module that ``torch.compile(module)`` was given; None for any other module."""
     if type(module).__name__ == "OptimizedModule":
