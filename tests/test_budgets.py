@@ -69,7 +69,8 @@ sharded/module: _check_trains_nothing
 sharded/optimizer: ShardedOptimizer._check_unused ShardedOptimizer._check_groups_may_change
 sharded/optimizer: ShardedOptimizer._step_supports_amp_scaling check_unstepped retire refuse_foreign_optimizers
 sharded/optimizer: _refuse_foreign
-sharded/optimizer_checks: OptimizerRequest.check_separable OptimizerRequest._samples OptimizerRequest._build
+sharded/optimizer_checks: OptimizerRequest.check_separable OptimizerRequest._divides OptimizerRequest._obstacle
+sharded/optimizer_checks: OptimizerRequest._tried OptimizerRequest._samples OptimizerRequest._build
 sharded/optimizer_checks: OptimizerRequest.trained OptimizerRequest._trained OptimizerRequest._agrees_on_parts
 sharded/optimizer_checks: OptimizerRequest.begins_with_closure _is_near _give_gradients _surroundings
 sharded/optimizer_checks: OptimizerRequest.check_settings OptimizerRequest.asked rank_independent_text check_asked_alike

@@ -132,68 +132,94 @@ class OptimizerRequest:
         Raises:
             UnsupportedByBackend: names the nearest backend that works.
         """
-        name = self.optimizer_class.__name__
-        ancestry = {base.__name__ for base in self.optimizer_class.__mro__}
-        if self.whole and ancestry & GLOBAL_OPTIMIZERS and backend.facts.divides == "elements":
-            told = f"{name} with whole=True (it looks at all parameters at once, and no rank has them)"
-            raise UnsupportedByBackend(told, backend.name, "leave whole=True out")
-        divides = backend.facts.divides if settings.world_size > 1 else "nothing"
         on_mesh = settings.model_mesh is not None and settings.model_mesh.divides
-        if on_mesh:
-            divides = "elements"  # under whatever backend
-        if self.whole and divides == "elements":
-            if on_mesh:
-                told = "whole=True on a mesh that has dimensions besides data"
-                raise UnsupportedByBackend(told, backend.name, "use a mesh of data alone")
-            divides = "owners"
+        divides = self._divides(backend, settings, on_mesh)
         # Over ranks of data the inner products of torch's own are those of all ranks: optimizer_lbfgs.py.
         asks_all = self.optimizer_class is torch.optim.LBFGS and not on_mesh and self.separable is not False
         if (self.separable and not self.of_torch) or divides == "nothing" or asks_all:
             return
-        instead = "use backend='ddp'"
-        vouch = f"fsshard.build_optimizer(model, {name}, ..., separable=True)"
-        if self.separable is False:
-            why = "separable=False: it needs all parameters, whole"
-        elif ancestry & GLOBAL_OPTIMIZERS:
-            why = "its line search needs all parameters on every rank"
-        elif ancestry & WHOLE_TENSOR_OPTIMIZERS:
-            why = "it needs each parameter whole"
-            instead = "pass whole=True to fsshard.build_optimizer, or use backend='fairscale' or 'ddp'"
-            if divides == "owners":
-                return
-        elif self.of_torch or type(torch.empty(0)) is not Tensor:  # tensors of an estimate have no values to try it on
+        obstacle = self._obstacle(divides, backend, settings)
+        if obstacle is None:
             return
-        else:
-            try:
-                if self._agrees_on_parts(divides):
-                    return
-                why = (
-                    "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
-                )
-            except Exception as error:
-                packages = {base.__module__.partition(".")[0] for base in self.optimizer_class.__mro__}
-                if packages & BLOCKWISE and divides == "owners":
-                    return
-                if not packages & BLOCKWISE:
-                    if settings.is_first and not self.whole:
-                        warnings.warn(
-                            f"{name} could not be tried on small tensors ({type(error).__name__}: {error}), so it is "
-                            f"unknown whether it works under backend {backend.name!r}, whose ranks see parts of the "
-                            f"parameters. If it treats each element by itself, say so: {vouch}; otherwise use "
-                            "backend='ddp'",
-                            stacklevel=4,
-                        )
-                    return
-                why = "its blocks of numbers with a scale in common would be others on a rank's part; if it has none: "
-            why += vouch
-            if divides == "elements":
-                instead = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
+        why, instead = obstacle
         if on_mesh:
             instead = (
                 "use an optimizer that works element by element, as AdamW does, or a mesh of data alone: another mesh "
                 "dimension divides some parameters"
             )
-        raise UnsupportedByBackend(f"{name} ({why})", backend.name, instead)
+        raise UnsupportedByBackend(f"{self.optimizer_class.__name__} ({why})", backend.name, instead)
+
+    @property
+    def _ancestry(self) -> set[str]:
+        return {base.__name__ for base in self.optimizer_class.__mro__}
+
+    def _divides(self, backend: type[Backend], settings: Settings, on_mesh: bool) -> str:
+        """Return what a rank's optimizer gets: everything (``"nothing"`` is divided), some parameters, some elements.
+
+        Raises:
+            UnsupportedByBackend: for ``whole=True`` where no rank can have whole parameters, or needs all of them.
+        """
+        divides = backend.facts.divides
+        if self.whole and self._ancestry & GLOBAL_OPTIMIZERS and divides == "elements":
+            name = self.optimizer_class.__name__
+            told = f"{name} with whole=True (it looks at all parameters at once, and no rank has them)"
+            raise UnsupportedByBackend(told, backend.name, "leave whole=True out")
+        if on_mesh:
+            if self.whole:
+                told = "whole=True on a mesh that has dimensions besides data"
+                raise UnsupportedByBackend(told, backend.name, "use a mesh of data alone")
+            # Under whatever backend.
+            return "elements"
+        if settings.world_size == 1:
+            return "nothing"
+        if self.whole and divides == "elements":
+            return "owners"
+        return divides
+
+    def _obstacle(self, divides: str, backend: type[Backend], settings: Settings) -> tuple[str, str] | None:
+        """Return why the algorithm would train something else, and what to do instead; None if it would not."""
+        instead = "use backend='ddp'"
+        if self.separable is False:
+            return "separable=False: it needs all parameters, whole", instead
+        if self._ancestry & GLOBAL_OPTIMIZERS:
+            return "its line search needs all parameters on every rank", instead
+        if self._ancestry & WHOLE_TENSOR_OPTIMIZERS:
+            if divides == "owners":
+                return None
+            advice = "pass whole=True to fsshard.build_optimizer, or use backend='fairscale' or 'ddp'"
+            return "it needs each parameter whole", advice
+        # Tensors of an estimate have no values to try it on.
+        if self.of_torch or type(torch.empty(0)) is not Tensor:
+            return None
+        vouch = f"fsshard.build_optimizer(model, {self.optimizer_class.__name__}, ..., separable=True)"
+        why = self._tried(divides, backend, settings, vouch)
+        if not why:
+            return None
+        if divides == "elements":
+            instead = "pass whole=True, if it needs no more than each parameter whole, or use backend='ddp'"
+        return why + vouch, instead
+
+    def _tried(self, divides: str, backend: type[Backend], settings: Settings, vouch: str) -> str:
+        """Return what is wrong with steps on parts of small tensors, or ""; warn where that cannot be found out."""
+        try:
+            if self._agrees_on_parts(divides):
+                return ""
+        except Exception as error:
+            packages = {base.__module__.partition(".")[0] for base in self.optimizer_class.__mro__}
+            if packages & BLOCKWISE:
+                if divides == "owners":
+                    return ""
+                return "its blocks of numbers with a scale in common would be others on a rank's part; if it has none: "
+            if settings.is_first and not self.whole:
+                warnings.warn(
+                    f"{self.optimizer_class.__name__} could not be tried on small tensors ({type(error).__name__}: "
+                    f"{error}), so it is unknown whether it works under backend {backend.name!r}, whose ranks see "
+                    f"parts of the parameters. If it treats each element by itself, say so: {vouch}; otherwise use "
+                    "backend='ddp'",
+                    stacklevel=6,
+                )
+            return ""
+        return "tried on small tensors, its step on a rank's part is not its step on the whole; if that is wrong: "
 
     # ------------------------------------------------------------------------------------------ trying a class
 
