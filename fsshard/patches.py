@@ -208,7 +208,7 @@ def _put_state_dict_type(patch: Patch) -> Undo | None:
     torchs = sys.modules.get("torch.distributed.fsdp")
     if torchs is None:
         return None
-    fsdp: Any = torchs.FullyShardedDataParallel
+    fsdp = torchs.FullyShardedDataParallel
     torchs_set, torchs_context = fsdp.set_state_dict_type, fsdp.state_dict_type
 
     def restoring(module: Any, *args: Any, **kwargs: Any) -> Undo | None:

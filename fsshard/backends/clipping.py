@@ -36,7 +36,7 @@ def count_all_ranks(model: Any) -> None:
 def _norm(parameters: Sequence[Tensor], p: float, torchs: Callable[..., Tensor]) -> Tensor | None:
     """Return the norm over everything that was given; None where no wrapped model has any of it. Collective."""
     owners = _owners()
-    norms: Norms = {}
+    norms = {}
     by_model: dict[Any, Entries] = {}
     # In dtype and device, as the user sees them.
     like = list(parameters)

@@ -198,7 +198,7 @@ class DDPBackend(Backend):
         self._simulated = True
         self.engine = self.shard()
         # By itself DDP's reducer reads from memory, before the second step, in which order gradients were ready (2.13).
-        engine: Any = self.engine
+        engine = self.engine
         if isinstance(engine, torch.nn.parallel.DistributedDataParallel):
             setattr(engine, "reducer", SteadyReducer(engine.reducer))  # noqa: B010  # typed as a Reducer
 

@@ -112,7 +112,7 @@ class EngineReduction(Reduction):
         if self._replicas is None or not self.parameters:
             return
         flags = [i in self._arrived for i in range(len(self.parameters))]
-        means: list[nn.Parameter] = []
+        means = []
         used = used_anywhere(flags, self._everyone, self.parameters[0].device)
         for i in itertools.compress(range(len(flags)), used):
             parameter = self.parameters[i]

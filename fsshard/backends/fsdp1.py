@@ -262,7 +262,7 @@ class FSDP1Backend(TorchShardedBackend):
         # At the end of the process models are still in use.
         weakref.finalize(self, _let_go, flats).atexit = False
         for unit in FullyShardedDataParallel.fsdp_modules(root):
-            handle: Any = handle_of(unit)
+            handle = handle_of(unit)
             if handle is None:
                 continue
             self._handles.append((unit, handle))

@@ -520,11 +520,11 @@ class FSDP2Backend(TorchShardedBackend):
     @functools.cached_property
     def _torchs(self) -> dict[str, Any]:
         """FSDP2's own record of each parameter."""
-        names: dict[tuple[int, str], str] = {}
+        names = {}
         for entry in self.all:
             for slot in entry.slots:
                 names[id(slot.owner), slot.stored] = entry.name
-        parts: dict[str, Any] = {}
+        parts = {}
         for unit in self._units:
             for group in param_groups(unit):
                 for part in group.fsdp_params:
@@ -569,7 +569,7 @@ class FSDP2Backend(TorchShardedBackend):
     @functools.cached_property
     def _gathered_with(self) -> dict[str, str]:
         """Parameter -> the unit with which it is gathered."""
-        units: dict[str, str] = {}
+        units = {}
         for unit, parameters in self.groups.items():
             units.update(dict.fromkeys(parameters, unit))
         return units
@@ -613,8 +613,8 @@ def _prepare(kind: type[nn.Module]) -> None:
 def _without_hooks(units: Iterable[Any]) -> Iterator[None]:
     """Take out FSDP2's hooks while modules hold whole parameters."""
     # They would gather, and look for shards after a load: "no attribute '_local_tensor'" (torch 2.13).
-    distinct: dict[int, Any] = {}
-    tables_of_calls: list[Any] = []
+    distinct = {}
+    tables_of_calls = []
     for unit in units:
         tables_of_calls += call_hooks(unit)
         for module in unit.modules():

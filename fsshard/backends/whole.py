@@ -367,7 +367,7 @@ def from_owners(
 
 def states_at_rest(optimizer: Optimizer) -> Any:
     """Return this rank's states by the engine's parameters: real tensors, shaped like the local parts."""
-    local: Any = local_optimizer(optimizer)
+    local = local_optimizer(optimizer)
     # Between steps they lie under what the optimizer was shown.
     if hasattr(local, "put_to_rest"):
         local.put_to_rest()

@@ -39,7 +39,7 @@ class NarrowGather(AllGather):
         own = narrow.chunk(group.size())[group.rank()]
         own.copy_(input_tensor)
         if self._inner is not None:
-            work: Any = self._inner(narrow, own, group, async_op)
+            work = self._inner(narrow, own, group, async_op)
         else:
             work = dist.all_gather_single(narrow, own, group=group, async_op=async_op)
         if work is None:

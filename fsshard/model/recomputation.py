@@ -293,7 +293,7 @@ def _restore(states: tuple[Any, Any]) -> None:
     python, numpys = states
     random.setstate(python)
     if numpys is not None:
-        numpy: Any = sys.modules["numpy"]
+        numpy = sys.modules["numpy"]
         kind, keys, *rest = numpys
         numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
 

@@ -59,7 +59,7 @@ class _TransformedUnitInputs(_UnitInputs):
 
 def _passed(tensors: Sequence[Tensor]) -> Tensors:
     """Pass ``tensors`` through one node."""
-    node: Any = _UnitInputs
+    node = _UnitInputs
     if any(_is_dual(tensor) for tensor in tensors) or functorch_transforms_active():
         node = _TransformedUnitInputs
     outputs: Tensors = node.apply(*tensors)

@@ -217,7 +217,7 @@ def unscale_together(
     Raises:
         GradientError: ``work`` has raised on another rank; here what it has raised is raised again.
     """
-    state: Any = states_of_scaler(scaler)[id(optimizer)]
+    state = states_of_scaler(scaler)[id(optimizer)]
     scaled_by = scale_of(scaler)
     # One for all devices: ranks that own nothing, or own on other devices, take part in the same reduction.
     device = None if scaled_by is None else scaled_by.device

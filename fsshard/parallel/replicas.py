@@ -315,7 +315,7 @@ def check_split_fields(
 ) -> None:
     """Raise unless gradients, of which each rank has a part, are averaged over the model's domain. Local."""
     # Without this module no model is split.
-    sharding: Any = sys.modules.get("fsshard.parallel.domain.sharding")
+    sharding = sys.modules.get("fsshard.parallel.domain.sharding")
     domain = None if sharding is None else sharding.domain_of(modules)
     if domain is None or not domain.attached:
         return

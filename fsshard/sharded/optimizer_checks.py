@@ -345,8 +345,8 @@ class OptimizerRequest:
         """
         if self.of_torch:
             return True
-        untouched: list[bool] = []
-        trained: list[list[nn.Parameter]] = []
+        untouched = []
+        trained = []
         with contextlib.suppress(Exception), _surroundings():
             samples = self._samples()
             for factor in (1.0, -1e3):  # other gradients before the closure, which gives both the same

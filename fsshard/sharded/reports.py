@@ -199,7 +199,7 @@ def held_tensors(
     The engine comes first: under FSDP1 an entry's parameter can be a view of a gathered unit.
     """
     optimizers = list(optimizers)
-    states: list[Any] = []
+    states = []
     for optimizer in optimizers:
         for state in optimizer.state.values():
             states.append(list(state.values()))

@@ -25,5 +25,5 @@ def grouped_by_device_and_dtype(tensors: list[Tensor]) -> list[list[int]]:
     """Places of the tensors of one device and dtype, in torch's own order of these, which is that of its sums."""
     if not tensors:
         return []
-    groups: Any = _torchs_grouping.value([tensors], with_indices=True)
+    groups = _torchs_grouping.value([tensors], with_indices=True)
     return [places for _, places in groups.values()]

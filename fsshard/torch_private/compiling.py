@@ -42,8 +42,8 @@ _BACKEND = AREA.attribute(
 
 def keywords_of(compiled: nn.Module) -> dict[str, Any] | None:
     """The arguments of ``torch.compile`` by which a module was compiled; None where dynamo was kept out of it."""
-    context: Any = getattr(compiled, _CONTEXT)
-    callback: Any = context.callback
+    context = getattr(compiled, _CONTEXT)
+    callback = context.callback
     while hasattr(callback, _BACKEND):
         callback = getattr(callback, _BACKEND)
     if not callable(callback):

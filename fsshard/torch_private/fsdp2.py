@@ -169,7 +169,7 @@ def abandon_forward(unit: Any) -> None:
     state = state_of(unit)
     getattr(state, _CONTEXT).iter_forward_root = None
     for one in (state, *groups_of(state)):
-        training: Any = getattr(one, _TRAINING)
+        training = getattr(one, _TRAINING)
         if training == type(training).FORWARD:
             setattr(one, _TRAINING, type(training).IDLE)
 
@@ -180,7 +180,7 @@ def forward_goes_on(state: Any) -> None:
     FSDP2 is idle by then, and would put away at the end of the outer one what is to stay gathered (torch 2.13).
     """
     for one in (state, *groups_of(state)):
-        training: Any = getattr(one, _TRAINING)
+        training = getattr(one, _TRAINING)
         if training == type(training).IDLE:
             setattr(one, _TRAINING, type(training).FORWARD)
 
@@ -193,7 +193,7 @@ def reduce_at_end_of_backward(root: Any, group: Any) -> None:
         group: is taken for one whose backward runs.
     """
     getattr(root, _AT_END)()
-    states: Any = type(getattr(group, _TRAINING))
+    states = type(getattr(group, _TRAINING))
     setattr(group, _TRAINING, states.PRE_BACKWARD)
 
 

@@ -199,7 +199,7 @@ def _found(name: str) -> Any:
     """Return what is at ``"module:qualified.name"``, or at ``"module:"`` the module; ``_NOTHING`` where it is not."""
     module, _, path = name.partition(":")
     try:
-        value: Any = importlib.import_module(module)
+        value = importlib.import_module(module)
     except (ImportError, AttributeError):  # AttributeError: of a module of a torch that is built without distributed
         return _NOTHING
     for part in path.split(".") if path else ():
