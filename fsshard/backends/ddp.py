@@ -68,6 +68,8 @@ class DDPBackend(Backend):
             engine.register_comm_hook(*hook)
         if self._replicated is None and self.settings.world_size > 1:
             self._replicated = ReplicatedModel(self)
+        # It may be built anew within no_sync().
+        engine.require_backward_grad_sync = not self.step.is_silent
         named = {entry.parameter: name for name, entry in self.entries.items() if entry.parameter.requires_grad}
         self._arrivals = Arrivals(engine, named)
         return engine
@@ -204,8 +206,13 @@ class DDPBackend(Backend):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        if isinstance(self.engine, torch.nn.parallel.DistributedDataParallel):
-            with self.engine.no_sync():
-                yield
-        else:
+        # What DDP's own does, for the wrapper that is there by then.
+        self._synchronise(False)
+        try:
             yield
+        finally:
+            self._synchronise(not self.step.is_silent)
+
+    def _synchronise(self, reduces: bool) -> None:
+        if isinstance(self.engine, torch.nn.parallel.DistributedDataParallel):
+            self.engine.require_backward_grad_sync = reduces

@@ -107,6 +107,7 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
     """A layer is frozen and unfrozen between steps, each time after an evaluation; None: bare replicas."""
     module = adapted(head=True)
     model = module if engine is None else fsshard.wrap(module, **engine)
+    silent = contextlib.nullcontext if engine is None else model.no_sync
     layer = [parameter for name, parameter in model.named_parameters() if name.startswith("head")]
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) if engine is None else None
     optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -116,6 +117,8 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
         if number in (1, 3, 4, 5):
             for parameter in layer:
                 parameter.requires_grad_(number in (3, 5))
+        with silent():
+            model(batch(number + 6)).square().mean().backward()
         model(batch(number)).square().mean().backward()
         if engine is None:
             average(module)
