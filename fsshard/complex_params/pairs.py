@@ -219,7 +219,8 @@ def laid(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """Return ``tensor`` with its dims in memory as :func:`order_in_memory` says; for an empty order itself."""
     if not order:
         return tensor
-    return tensor.permute(*order).contiguous().permute([list(order).index(dim) for dim in range(tensor.dim())])
+    back = [list(order).index(dim) for dim in range(tensor.dim())]
+    return tensor.permute(*order).contiguous().permute(back)
 
 
 def viewable(stored: Tensor) -> Tensor:

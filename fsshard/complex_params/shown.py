@@ -36,8 +36,8 @@ KEPT = "_fsshard_shown"
 """Attribute of a module that shows its user's parameters: a :class:`Kept`."""
 GRAD_FN: Any = Tensor.grad_fn
 PLAIN = (Tensor, nn.Parameter)
-_SWAPPED = "_fsshard_swapped"
-"""Attribute of what is stored for a while: the user's tensor, which torch.func.functional_call put there."""
+_SWAPPED_IN = "_fsshard_swapped"
+"""Attribute of a stored tensor that torch.func.functional_call put in: the user's tensor that it was made from."""
 
 # stored -> what shows it: one object for all modules that share a parameter. Neither keeps the other alive.
 _shown: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
@@ -130,7 +130,7 @@ def shown_gradient(gradient: Tensor, kind: Kind) -> Any:
 
 
 def _set_grad(tensor: Any, value: Any) -> None:
-    """Set the gradient; who drops it by hand is heard, since an engine cannot tell it from one that never came."""
+    """Set the gradient, and note a user's ``p.grad = None``: engines cannot tell it from one that never came."""
     GRAD.__set__(tensor, value)
     if value is not None:
         if hasattr(value, LOCAL_TENSOR):
@@ -148,7 +148,7 @@ class AsParameter:
 
     _fsshard_stored: Tensor
     _fsshard_kind: Kind
-    # Whether the stored one did when the view was made, which its graph tells.
+    # The requires_grad of the stored one when the view was made; None: the view is not used again (see moving()).
     _fsshard_trains: bool | None
     # How often the stored one had been written when the view's nodes were made.
     _fsshard_written: int = -1
@@ -293,8 +293,8 @@ class Kept(dict[str, Shown]):
         return Kept, ()
 
     def show(self, name: str, stored: Any, kind: Kind) -> Any:
-        """Show ``stored`` from now on, which is another than before, or elsewhere; return the tensor that does."""
-        swapped = stored.__dict__.get(_SWAPPED)
+        """Return a new view of ``stored``, which was replaced or has moved, and keep it if it may be kept."""
+        swapped = stored.__dict__.get(_SWAPPED_IN)
         if swapped is not None:
             return swapped
         self.pop(name, None)
@@ -308,7 +308,7 @@ class Kept(dict[str, Shown]):
 
 
 def show_stored(stored: Tensor, kind: Kind) -> Any:
-    """Return what shows an engine's parameter outside of modules, which may hold another tensor for a while."""
+    """Return the user's view of an engine's parameter, whatever its module holds at this moment."""
     # DTensors have no detach() in inference mode (torch 2.13).
     with torch.inference_mode(False):
         if kind.layout is not None:
@@ -319,7 +319,7 @@ def show_stored(stored: Tensor, kind: Kind) -> Any:
 
 def _show(stored: Tensor, kind: Kind) -> Any:
     """Return what shows ``stored``: the object that there is, if it is in use and still right."""
-    # Others are shards, or tensors of a simulation or a transform of torch.func.
+    # A view of a plain one can be kept. Not so of shards, and of tensors of a simulation or of torch.func.
     is_plain = _is_plain(stored)
     if not is_plain and not kind.is_complex and has_torch_function_unary(stored):
         # As the engine holds it: a guard watches who reads it.
@@ -328,21 +328,22 @@ def _show(stored: Tensor, kind: Kind) -> Any:
         # DTensor's own functions know nothing of torch.func (torch 2.13).
         return stored
     shown = _alive(stored)
-    trains = shown is not None and shown._fsshard_trains == stored.requires_grad
-    if is_plain and trains:
+    is_current = shown is not None and shown._fsshard_trains == stored.requires_grad
+    if is_plain and is_current:
         # A guard may watch who reads a shard, and lets everybody ask for the pointer.
         is_there = getattr(shown, LOCAL_TENSOR, shown).data_ptr() == stored.data_ptr()
         if is_there or _follow(shown, stored):
             return shown
-    with torch.enable_grad(), _outside_of_transforms() if is_plain else contextlib.nullcontext():
+    transforms = _outside_of_transforms() if is_plain else contextlib.nullcontext()
+    with torch.enable_grad(), transforms:
         value = kind.shown(stored)
     if value is stored:
         return stored
     value = _marked(value, stored, kind)
-    if not is_plain and trains and type(shown) is type(value) and shown.shape == value.shape:
-        # Tensors of simulations and of torch.func have none.
-        has_memory = value.is_meta or hasattr(value, LOCAL_TENSOR)
-        if not has_memory or memory_of(shown) == memory_of(value):
+    if not is_plain and is_current and type(shown) is type(value) and shown.shape == value.shape:
+        # Other tensors of simulations and of torch.func have no place in memory that could be compared.
+        has_place = value.is_meta or hasattr(value, LOCAL_TENSOR)
+        if not has_place or memory_of(shown) == memory_of(value):
             return shown
     _shown[stored] = weakref.ref(value)
     return value
@@ -363,7 +364,7 @@ def moving(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[N
     finally:
         for each in shown.values():
             if not _follow(each, each._fsshard_stored):
-                # Modules show another one from now on.
+                # It cannot follow: a module makes a new view at the next access.
                 each._fsshard_trains = None
 
 
@@ -400,6 +401,7 @@ def _follow(shown: Any, stored: Tensor) -> bool:
     except RuntimeError:
         # The new memory is shorter than that offset.
         return False
+    # A view of a leaf has two nodes; three are those of a view of a view.
     if node is None or not node.next_functions or not node.next_functions[0][0].next_functions:
         return True
     nn.Parameter.register_hook(shown, _refuse_gradient)
@@ -488,9 +490,12 @@ class UserParameters(MutableMapping[str, Any]):
         else:
             # For a while only, as torch.func.functional_call does.
             kind = self._views[name]
-            self._stored[name + SUFFIX] = stored = value if kind.form is Form.RENAMED else kind.to_stored(value)
+            stored = value
+            if kind.form is not Form.RENAMED:
+                stored = kind.to_stored(value)
             if stored is not value:
-                stored.__dict__[_SWAPPED] = value
+                stored.__dict__[_SWAPPED_IN] = value
+            self._stored[name + SUFFIX] = stored
 
     def __delitem__(self, name: str) -> None:
         if self._is_view(name):
