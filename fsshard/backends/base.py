@@ -83,10 +83,9 @@ class Backend(ABC):
         if settings.source is not None:
             self._regions = _unit_modules(module, plan)
         if self.facts.divides != "elements":
-            units = {unit.name: unit for unit in plan.units}
             # In the order in which others shard each unit before the next is made.
-            for name in (*plan.unit_names, ""):
-                self._make_real(units[name])
+            for unit in plan.children_first:
+                self._make_real(unit)
         self.all = list(self.entries.values())
         self.groups = {unit.name: unit.parameters for unit in plan.units}
         self.on_move: weakref.WeakMethod[Callable[[], contextlib.AbstractContextManager[None]]] | None = None

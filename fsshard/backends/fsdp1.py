@@ -8,6 +8,7 @@ import itertools
 import logging
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -83,6 +84,7 @@ log = logging.getLogger("fsshard")
 class FSDP1Backend(TorchShardedBackend):
     """``FullyShardedDataParallel(use_orig_params=True)`` on every unit of the plan, children first, then the root."""
 
+    _has_logged = False
     name: ClassVar[str] = "fsdp"
     facts: ClassVar[EngineFacts] = replace(
         DIVIDED,
@@ -117,69 +119,73 @@ class FSDP1Backend(TorchShardedBackend):
         return settings
 
     def shard(self) -> nn.Module:
-        plan = self.settings.plan
-        modules = dict(all_places(self.module))
-        self._modules = modules
-        self._told = False
+        self._modules = dict(all_places(self.module))
         self._arguments = self._make_arguments()
         self._is_mixed = not self.settings.precision.is_full
-        # (parent, child's name, wrapper, the child)
-        self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-        # A module has several places where it is shared.
-        places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for parent in dict.fromkeys(modules.values()):
-            for name, child in parent._modules.items():
-                places.setdefault(id(child), []).append((parent, name))
-        units = {unit.name: unit for unit in plan.units}
         # Units in which something was frozen after wrap.
         self._frozen_since: set[str] = set()
         # Units with a flat parameter of what is frozen and one of what is not.
-        self._twice: set[str] = set()
+        self._split_units: set[str] = set()
         # Strides of parameters that are not contiguous, 1x1 kernels among them.
         self._strides: dict[str, tuple[int, ...]] = {}
         # The order of their dims in their flat parameter.
         self._orders: dict[str, Order | None] = {}
-        with warnings.catch_warnings():
+        self._passes = _DerivativePasses(self)
+        root = self._wrap_units()
+        root._passes = self._passes
+        self._note_places(root)
+        self._watch(root)
+        if self.settings.compilation is not None:
+            for unit in self.settings.plan.units:
+                entries = self._entries_of(unit)
+                self._show([entry for entry in entries if entry.slots[0].is_complex], unit.name, _without_base)
+        self._gather_before_recomputing()
+        self.usage = UsageTracker(self.settings, self.entries, self._modules)
+        return root  # type: ignore[no-any-return]
+
+    def _wrap_units(self) -> Any:
+        """Put FSDP1 around the modules of all units, in all their places; return what is around the root."""
+        # (parent, child's name, wrapper, the child)
+        self._wrappers: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        # A module has several places where it is shared.
+        places = defaultdict(list)
+        for parent in dict.fromkeys(self._modules.values()):
+            for key, child in parent._modules.items():
+                places[id(child)].append((parent, key))
+        wrapper = None
+        with warnings.catch_warnings(), even_shards(self._passes):
             # Says that one rank means NO_SHARD, which is what is wanted there; and that FSDP1 is in maintenance.
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
-            self._passes = _DerivativePasses(self)
-            with even_shards(self._passes):
-                # Children first, the root last.
-                for name in (*plan.unit_names, ""):
-                    module = modules[name]
-                    root = self._wrapped(units[name], module)
-                    for parent, key in places.get(id(module), ()):
-                        parent._modules[key] = root
-                        self._wrappers.append((parent, key, root, module))
-        cast(Any, root)._passes = self._passes
-        self._layout(root)
-        self._watch(root)
-        if self.settings.compilation is not None:
-            for unit in plan.units:
-                entries = self._entries_of(unit)
-                self._show([entry for entry in entries if entry.slots[0].is_complex], unit.name, _without_base)
-        for name in plan.recomputed:
-            recomputed: Any = modules[name].forward
+            for unit in self.settings.plan.children_first:
+                module = self._modules[unit.name]
+                wrapper = self._wrap_unit(unit, module)
+                for parent, key in places[id(module)]:
+                    parent._modules[key] = wrapper
+                    self._wrappers.append((parent, key, wrapper, module))
+        return wrapper
+
+    def _gather_before_recomputing(self) -> None:
+        """Let each block that is recomputed begin with its unit's weights."""
+        for name in self.settings.plan.recomputed:
+            block: Any = self._modules[name].forward
             # A block's own weights are gathered with the innermost unit around it.
-            around = name
-            while around not in units:
-                around = around.rpartition(".")[0]
-            show_weights = self._passes.whole_again(around)
-            recomputed.original = functools.partial(_forward_behind, show_weights, recomputed.forward)
-        self.usage = UsageTracker(self.settings, self.entries, modules)
-        return root
+            unit = name
+            while unit not in self.groups:
+                unit = unit.rpartition(".")[0]
+            show_weights = self._passes.whole_again(unit)
+            block.original = functools.partial(_forward_behind, show_weights, block.forward)
 
     def _entries_of(self, unit: Unit) -> list[Entry]:
         return list(map(self.entries.__getitem__, unit.parameters))
 
     def _show(self, entries: list[Entry], unit: str, change: Callable[[Tensor, Entry], Tensor]) -> None:
-        """Let the forward of a unit begin with showing it ``change(view)`` in place of FSDP1's views."""
+        """Register the hook of :func:`_showing` before the forward of a unit, if there are entries to show."""
         if entries:
             places = [self._place[entry.name] for entry in entries]
             self._modules[unit].register_forward_pre_hook(_showing(entries, places, change))
 
-    def _wrapped(self, planned: Unit, module: nn.Module) -> nn.Module:
+    def _wrap_unit(self, planned: Unit, module: nn.Module) -> nn.Module:
         """Give memory to a unit that has none, and put FSDP1 around it; twice where a part of it is frozen."""
         # A flat parameter has one gradient as long as itself, which is held and sent for what is frozen in it, too.
         # Wrapped twice, the unit has two: what is trainable, and around it what is frozen and has no gradient.
@@ -196,10 +202,10 @@ class FSDP1Backend(TorchShardedBackend):
             self._strides[entry.name] = parameter.stride()
             self._orders[entry.name] = memory_order(parameter)
         if 0 < len(frozen) < len(planned.parameters):
-            self._twice.add(planned.name)
+            self._split_units.add(planned.name)
             with _hidden(frozen):
-                module = self._flattened(planned, module)
-        return self._flattened(planned, module)
+                module = self._make_fsdp(planned, module)
+        return self._make_fsdp(planned, module)
 
     def _make_arguments(self) -> dict[str, Any]:
         """Return what the constructors of all units are given."""
@@ -232,7 +238,7 @@ class FSDP1Backend(TorchShardedBackend):
             _module_classes_to_ignore=(),
         )
 
-    def _flattened(self, planned: Unit, module: nn.Module) -> nn.Module:
+    def _make_fsdp(self, planned: Unit, module: nn.Module) -> nn.Module:
         """Put FSDP1 around a module: the parameters in it that no flat parameter has yet become one."""
         arguments = self._arguments
         if self._is_mixed:
@@ -248,7 +254,7 @@ class FSDP1Backend(TorchShardedBackend):
             reduce_by(unit, functools.partial(_reduce, settings, shards))
         return unit  # type: ignore[no-any-return]
 
-    def _layout(self, root: nn.Module) -> None:
+    def _note_places(self, root: nn.Module) -> None:
         """Learn where each parameter lies in its unit's flat parameter."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -260,7 +266,7 @@ class FSDP1Backend(TorchShardedBackend):
         self._handles: list[tuple[Any, Any]] = []
         flats: list[Any] = []
         # At the end of the process models are still in use.
-        weakref.finalize(self, _let_go, flats).atexit = False
+        weakref.finalize(self, _break_cycles, flats).atexit = False
         for unit in FullyShardedDataParallel.fsdp_modules(root):
             handle = handle_of(unit)
             if handle is None:
@@ -335,20 +341,20 @@ class FSDP1Backend(TorchShardedBackend):
             unit = infos[entry.name].unit
             if now or not before or unit in self._frozen_since:
                 continue
-            # A flat parameter that trains what is left of it has views of what is frozen, too.
+            # FSDP1 shows frozen ones as views that take a gradient while the rest of their flat parameter trains.
             self._frozen_since.add(unit)
             own = [each for each in self.all if infos[each.name].unit == unit]
             self._show(own, unit, _frozen_detached)
         super()._change_trainable(flags)
 
     def _check_accumulation(self, flags: list[bool]) -> None:
-        """Refuse to change a part of what has one gradient while that is held as a whole, between micro-batches."""
+        """Refuse to freeze or thaw a part of a flat parameter that holds a gradient of ``no_sync()``."""
         # On several ranks FSDP1 ends in errors of sizes, on one the gradient of what is frozen is lost (torch 2.13).
         flats = [self._place[entry.name][0] for entry in self.all]
         trained = set(map(id, itertools.compress(flats, flags)))
         for entry, flat, now, before in zip(self.all, flats, flags, self._flags, strict=True):
-            is_held = entry.name in self.step.local and flat.grad is not None
-            if now != before and is_held and id(flat) in trained:
+            holds_local = entry.name in self.step.local and flat.grad is not None
+            if now != before and holds_local and id(flat) in trained:
                 raise ModelError(
                     f"{entry.name}: requires_grad has changed after a backward under no_sync(), whose gradients "
                     "backend 'fsdp' holds together: change it between two steps, or use backend='fsdp2'"
@@ -369,9 +375,9 @@ class FSDP1Backend(TorchShardedBackend):
             return
         # FSDP1 would add up what it has not reduced in the units' dtype (torch 2.13), where a sum of bfloat16 numbers
         # loses what is 256 times smaller. Reduced gradients are float32, so every micro-batch is reduced.
-        if not self._told:
+        if not self._has_logged:
             log.info("in mixed precision backend 'fsdp' reduces every micro-batch, under no_sync too; 'fsdp2' does not")
-            self._told = True
+            self._has_logged = True
         yield
 
     def before_forward(self, *, training: bool) -> None:
@@ -391,11 +397,11 @@ class FSDP1Backend(TorchShardedBackend):
             be_idle(unit)
 
     def _start_afresh(self) -> None:
-        """Leave what a pass has left that has raised: FSDP1 stays in the middle of it (torch 2.13)."""
+        """Clear what is left of a pass that has raised: FSDP1 stays in the middle of it (torch 2.13)."""
         root = cast(Any, self.engine)
         if current_graph_task_id() == -1 and (root.__dict__.get("_queued") or self._passes.has_raised()):
-            # What is left of its gradients, which FSDP1 would add to the next ones, silently, is lost.
-            self._passes.abandon()
+            # Its partial gradients are lost; FSDP1 would silently add them to the next ones.
+            self._passes.forget_pass()
             root._post_backward_callback_queued = False
             for unit in root.fsdp_modules(root):
                 abandon(unit)
@@ -407,12 +413,13 @@ class FSDP1Backend(TorchShardedBackend):
         super().backward_starts(synchronised=synchronised)
 
     def derivative_starts(self) -> None:
-        if not self._passes.is_running():  # one whose graph goes with it
+        # A pass that frees its graph frees the weights, too.
+        if not self._passes.in_derivative_pass():
             self.step.move(Stage.SPENT)
 
     @functools.cached_property
     def unit_of(self) -> dict[Any, Any]:
-        """FSDP1's module by its handle; by None the root, where other units have all parameters."""
+        """FSDP1's modules by handle; that of a root without parameters of its own is None."""
         unit_of = {handle_of(self.engine): self.engine}
         for unit, handle in self._handles:
             unit_of[handle] = unit
@@ -449,9 +456,9 @@ class FSDP1Backend(TorchShardedBackend):
     def reshard(self) -> None:
         # FSDP1 keeps the root (SHARD_GRAD_OP: every unit) whole after a forward without backward, and the next forward
         # would use those values, whatever has been written to the shards since (torch 2.13).
-        self._passes.let_go()
+        self._passes.free_gathered()
 
-    def drop_whole(self) -> None:
+    def free_gathered(self) -> None:
         """Free what is gathered."""
         for unit, handle in self._handles:
             drop_whole(unit, handle)
@@ -473,7 +480,7 @@ class FSDP1Backend(TorchShardedBackend):
 
     def _gathered_again(self, unit: Unit) -> list[Entry]:
         # The frozen root stays gathered; within it what is trainable is a unit as any other.
-        if unit.name or "" not in self._twice or self.settings.sharding_strategy in KEEP_GATHERED:
+        if unit.name or "" not in self._split_units or self.settings.sharding_strategy in KEEP_GATHERED:
             return []
         return [entry for entry in self._entries_of(unit) if entry.parameter.requires_grad]
 
@@ -496,10 +503,10 @@ class _DerivativePasses:
     """Keeps units gathered from a first derivative until the loss's backward ends, or something is written to shards.
 
     At the end of every pass through its root, ``torch.autograd.grad``'s too, FSDP1 frees what it has gathered and takes
-    its hooks away: "setStorage ... out of bounds for storage of size 0" (torch 2.13). Where the pass keeps its graph
-    for another one, the root believes that its callback is queued already, and units are put back here instead, their
-    memory as it is. It takes the memory of ``SHARD_GRAD_OP``, for models with such losses alone. FSDP1's handles have
-    the object, and so it holds no engine.
+    its hooks away: "setStorage ... out of bounds for storage of size 0" (torch 2.13). For a pass that keeps its graph,
+    this class makes the root believe that the end is queued already, and puts the units back itself (``_put_back``),
+    their memory as it is. Models with such losses take the memory of ``SHARD_GRAD_OP``. FSDP1's handles hold this
+    object, so it holds no engine.
     """
 
     def __init__(self, backend: FSDP1Backend) -> None:
@@ -509,8 +516,8 @@ class _DerivativePasses:
         self.keeps = False
         # The graph task of the pass that takes a derivative.
         self._task: int | None = None
-        # The graph task at whose end memory is let go.
-        self._ending: int | None = None
+        # The graph task at whose end memory is freed.
+        self._freeing_task: int | None = None
         # Each unit that the pass has gone through, with its handle.
         self._passed: list[tuple[Any, Any]] = []
         # Handles to whose flat parameter a hook was added.
@@ -524,11 +531,11 @@ class _DerivativePasses:
         with self._around_gather:
             unshard()
 
-    def is_running(self) -> bool:
+    def in_derivative_pass(self) -> bool:
         """Return whether the pass under way takes a derivative, and keeps its graph."""
         return self._task is not None and self._task == current_graph_task_id()
 
-    def takes_derivative(self, handle: Any) -> bool:
+    def note_derivative_pass(self, handle: Any) -> bool:
         """Note a unit that a pass goes through, and return whether that takes a derivative and keeps its graph."""
         backend = self._backend()
         task = current_graph_task_id()
@@ -569,11 +576,11 @@ class _DerivativePasses:
         """Return whether an exception has ended the last pass that takes a derivative; asked outside of one."""
         return self._task is not None
 
-    def abandon(self) -> None:
+    def forget_pass(self) -> None:
         """Keep nothing of a pass that has raised."""
         self.keeps = False
         self._task = None
-        self._ending = None
+        self._freeing_task = None
         self._passed.clear()
 
     def _put_back(self) -> None:
@@ -589,8 +596,8 @@ class _DerivativePasses:
     def gradient_arrives(self, handle: Any, gradient: Tensor) -> None:
         """Begin FSDP1's backward where a loss of derivatives alone has not touched the outputs of the forward."""
         backend = self._backend()
-        # Autograd.grad runs this hook, too.
-        if not self.keeps or backend is None or self.takes_derivative(None):
+        # torch.autograd.grad runs this hook, too: then nothing is reduced.
+        if not self.keeps or backend is None or self.note_derivative_pass(None):
             return
         root = backend.engine
         if not root._post_backward_callback_queued:
@@ -598,9 +605,10 @@ class _DerivativePasses:
         unit = backend.unit_of[handle]
         if is_idle(unit):
             pre_backward_hook()(unit, unit, handle, gradient)
-        if (task := current_graph_task_id()) != self._ending:
-            self._ending = task
-            queue_callback(self.let_go)
+        task = current_graph_task_id()
+        if task != self._freeing_task:
+            self._freeing_task = task
+            queue_callback(self.free_gathered)
 
     def reduce_the_rest(self) -> None:
         """Reduce gradients of whose arrival FSDP1 has not heard."""
@@ -615,12 +623,12 @@ class _DerivativePasses:
             for _, handle in backend._handles:
                 show_frozen(handle)
 
-    def let_go(self) -> None:
+    def free_gathered(self) -> None:
         """Free what is gathered, and keep nothing from here on."""
         self.keeps = False
-        self._ending = None
+        self._freeing_task = None
         if (backend := self._backend()) is not None:
-            backend.drop_whole()
+            backend.free_gathered()
 
 
 def _arrives(passes: weakref.ref[_DerivativePasses], handle: Any) -> Callable[[Tensor], None]:
@@ -682,7 +690,7 @@ class _WrittenGuard:
             self.gathered.stop()
 
 
-def _let_go(flats: list[Any]) -> None:
+def _break_cycles(flats: list[Any]) -> None:
     for flat in flats:
         let_go(flat)
 
@@ -780,7 +788,7 @@ class _Unit(nn.Module):
     """FSDP1's module with the wrapped one's names, and with hooks on what outputs are views of."""
 
     _modules: dict[str, Any]
-    # Of the root, as the next three.
+    # Set on the root alone, as the next three.
     _looks: LooksAtForwards | None = None
     _written: _WrittenGuard
     _reads: ReadsGuard | None = None
@@ -793,19 +801,19 @@ class _Unit(nn.Module):
 
     @property
     def _post_backward_callback_queued(self) -> bool:
+        """True in a derivative pass, too: FSDP1 then leaves its end to :class:`_DerivativePasses`."""
         if self.__dict__.get("_queued"):
             return True
-        # By this the root leaves the end of a derivative pass to _DerivativePasses.
-        return self._passes is not None and self._passes.takes_derivative(None)
+        return self._passes is not None and self._passes.note_derivative_pass(None)
 
     @_post_backward_callback_queued.setter
     def _post_backward_callback_queued(self, queued: bool) -> None:
+        # FSDP1 sets True when a backward begins, and False as the last thing in it.
         self.__dict__["_queued"] = queued
-        # FSDP1 queues what ends the backward right after.
+        # It queues what ends the backward right after.
         if self._passes is not None and queued:
             queue_callback(self._passes.reduce_the_rest)
         elif self._passes is not None:
-            # This is the last thing in a backward.
             self._passes.backward_ends()
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
@@ -845,10 +853,10 @@ def _unit_classes() -> tuple[type[nn.Module], type[nn.Module]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class NewUnit(_Unit, FullyShardedDataParallel):
-        """What is above comes before what FSDP1 itself does."""
+        """In this order, since methods of _Unit win over FSDP1's."""
 
     class FSDPUnit(NewUnit):
-        """A unit with attribute writes reaching the wrapped module: those of FSDP1's constructor are its own."""
+        """A unit with attribute writes reaching the wrapped module, but for those of FSDP1's own constructor."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             # FSDP1 forwards reads but not writes: fno_blocks.n_modes = ..., whose setter writes convs[i].n_modes, would

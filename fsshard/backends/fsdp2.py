@@ -183,7 +183,6 @@ class FSDP2Backend(TorchShardedBackend):
 
     def shard(self) -> nn.Module:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
         settings = self.settings
         for entry in self.entries.values():  # of those with gaps; the order of dims is taken care of by tensorfy
@@ -193,11 +192,6 @@ class FSDP2Backend(TorchShardedBackend):
             assert settings.group is not None  # wrap() makes one where there is none
             self.mesh = DeviceMesh.from_group(settings.group, settings.device.type)
         self.shard_group = self.mesh.get_group(self.mesh.ndim - 1)
-        reshard = settings.options.get("reshard_after_forward")
-        if settings.sharding_strategy in KEEP_GATHERED:
-            reshard = False
-        offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
-        kwargs: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": reshard, "offload_policy": offload}
         modules = dict(all_places(self.module))
         self._planned = {unit.name: unit for unit in settings.plan.units}
         self._adds_in_one_order = bool(settings.options.get("fast_collectives", True))
@@ -205,33 +199,55 @@ class FSDP2Backend(TorchShardedBackend):
         # On NCCL nothing is merged: the host runs ahead of the device.
         merge = settings.options.get("merge_below", MERGE_BELOW if self._fast else 0)
         self.groups = grouped(settings.plan, merge, self.shard_group.size())
-        names = (*settings.plan.unit_names, "")
-        self._unit_modules: dict[str, Any] = {name: modules[name] for name in names if name in self.groups}
+        self._unit_modules: dict[str, Any] = {}
+        self._shard_units(modules)
         self._units = list(self._unit_modules.values())
-        for name in names:
-            unit = self._planned[name]
-            self._make_real(unit)
-            if name not in self.groups:
-                mark_unit_inputs(modules[name])  # as FSDP2 does for the units that it gathers by themselves
-                continue
-            self._store_as_pairs([self.entries[parameter] for parameter in self.groups[name]])
-            _prepare(type(modules[name]))
-            # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
-            with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
-                fully_shard(modules[name], mp_policy=self._mixed(unit), **kwargs)
-            modules[name].__dict__["__deepcopy__"] = refuse_parameter  # torch's own is an AssertionError
-            hook_views_too(modules[name])
-            if settings.source is not None:  # let the whole parameters go before the next unit is made
-                for parameter in self.groups[name]:
-                    entry = self.entries[parameter]
-                    attributes = attributes_of(entry.parameter)
-                    entry.parameter = entry.slots[0].parameter
-                    entry.parameter.__dict__.update(attributes)
         self._add_in_one_order()
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
         self._watch()
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
+        self._choose_gathers()
+        return self.module
+
+    def _shard_units(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put FSDP2 on the modules of all units that it gathers by themselves."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        settings = self.settings
+        reshard = settings.options.get("reshard_after_forward")
+        if settings.sharding_strategy in KEEP_GATHERED:
+            reshard = False
+        offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
+        for unit in settings.plan.children_first:
+            module = modules[unit.name]
+            self._make_real(unit)
+            if unit.name not in self.groups:
+                # As FSDP2 does for the units that it gathers by themselves.
+                mark_unit_inputs(module)
+                continue
+            self._unit_modules[unit.name] = module
+            entries = [self.entries[parameter] for parameter in self.groups[unit.name]]
+            self._store_as_pairs(entries)
+            _prepare(type(module))
+            policy = self._mixed(unit)
+            # An empty tensor for each of thousands of ranks that gets nothing takes long in an estimate.
+            with cut_by(_parts_of) if self.shard_group.size() > MANY_RANKS else contextlib.nullcontext():
+                fully_shard(
+                    module, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+                )
+            # torch's own is an AssertionError.
+            module.__dict__["__deepcopy__"] = refuse_parameter
+            hook_views_too(module)
+            if settings.source is not None:
+                # The whole parameters go before the next unit is made.
+                for entry in entries:
+                    attributes = attributes_of(entry.parameter)
+                    entry.parameter = entry.slots[0].parameter
+                    entry.parameter.__dict__.update(attributes)
+
+    def _choose_gathers(self) -> None:
+        """Choose how weights are gathered, and which gathers begin ahead of their unit."""
         gather_class: Callable[[], Any] | None = None
         if self._fast:
             from fsshard.comm.gloo.collectives import Gather
@@ -239,11 +255,10 @@ class FSDP2Backend(TorchShardedBackend):
             gather_class = Gather
         self._gather_by(gather_class)
         if self._fast:
-            if settings.compilation is None:
+            if self.settings.compilation is None:
                 ForwardPrefetch([self.module, *self._units[:-1]])
         elif self.shard_group.size() > 1:
             self.module.register_forward_pre_hook(gather_ahead, prepend=True)
-        return self.module
 
     def _store_as_pairs(self, entries: Iterable[Entry]) -> None:
         """Let complex weights whose rows the ranks cannot share evenly be cut between any two numbers instead."""

@@ -132,6 +132,12 @@ class Plan:
         names = [unit.name for unit in self.units[1:]]
         return tuple(sorted(names, key=lambda name: -name.count(".")))
 
+    @property
+    def children_first(self) -> list[Unit]:
+        """Return the units in the order in which engines shard them, the root last."""
+        by_name = {unit.name: unit for unit in self.units}
+        return [by_name[name] for name in (*self.unit_names, "")]
+
     def explain(self) -> str:
         """Return a table of the units, and below it ties, recomputed blocks and what cannot be a unit."""
         return explain_plan(self)

@@ -5,8 +5,6 @@ The function that ``clip_grad_norm_`` takes the norm from, and the one that sort
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from fsshard.torch_private.registry import Area

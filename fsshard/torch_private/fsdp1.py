@@ -344,7 +344,7 @@ class Passes(Protocol):
     def gather(self, unshard: Callable[[], None]) -> None:
         """Run ``unshard``, which gathers a unit."""
 
-    def takes_derivative(self, handle: Any) -> bool:
+    def note_derivative_pass(self, handle: Any) -> bool:
         """Return whether the pass that begins at a unit adds to no gradient, and is followed by another."""
 
 
@@ -406,14 +406,14 @@ def even_shards(passes: Passes) -> AbstractContextManager[None]:
                     # What is frozen is let go when the gradients of its inputs have come: behind a derivative, too,
                     # whose graph the loss's backward needs. A second derivative does not come through the unit's
                     # outputs.
-                    passes.takes_derivative(self)
+                    passes.note_derivative_pass(self)
                     setattr(self, _TRAINING, type(getattr(self, _TRAINING)).BACKWARD_PRE)
                     return
                 free_unsharded_flat_param = free_unsharded_flat_param and ends
             super().reshard(free_unsharded_flat_param)
 
         def prepare_gradient_for_backward(self) -> None:
-            if not passes.takes_derivative(self):
+            if not passes.note_derivative_pass(self):
                 super().prepare_gradient_for_backward()
 
     return _flat_handle.replaced_by(EvenFlatParamHandle)
