@@ -64,8 +64,7 @@ def read_as(
 ) -> Any:
     """Return what :func:`plain` made JSON of, as an instance of ``kind``, or raise WrongField with the ``path`` to it.
 
-    ``kind`` is a dataclass, or what stands in a type hint of one; ``other`` reads instances of some classes. A field
-    may be absent where its metadata says ``optional``, as old files are; any other must not read as its default.
+    ``kind`` is a dataclass, or what stands in a type hint of one; ``other`` reads instances of some classes.
     """
     if other and kind in other:
         return other[kind](value, path)
@@ -107,12 +106,10 @@ def _instance(
     for field in dataclasses.fields(kind):
         name = field.name
         place = f"{path}.{name}" if path else name
-        if name in value:
-            fields[name] = read_as(hints[name], value[name], place, other)
-            continue
         # A missing field must not read as its default, which would say that all is well.
-        if not field.metadata.get("optional"):
+        if name not in value:
             raise WrongField(place, "is missing")
+        fields[name] = read_as(hints[name], value[name], place, other)
     return kind(**fields)
 
 

@@ -20,7 +20,6 @@ from fsshard.errors import RecipeError
 PROJECTIONS = 12
 # Elements that have signs of their own. Those of the next chunk are the same, or all of them flipped.
 CHUNK = 2**16
-AT_ONCE = 4  # chunks that are multiplied by their signs together
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -155,35 +154,17 @@ def sketch(tensor: Tensor) -> Sketch:
     projections = torch.zeros(PROJECTIONS, dtype=torch.float64)
     signs_in_chunk = _signs(1, CHUNK)
     signs_of_chunks = _signs(-chunks, chunks).flip(1)
-    # Memory is allocated once: fresh pages cost more than the sums.
-    most = min(len(flat), AT_ONCE * CHUNK)
-    wide_numbers = torch.empty(most, dtype=torch.float64)
-    plain_numbers = torch.empty(most, dtype=flat.dtype)
-    for first in range(0, chunks, AT_ONCE):
-        start = first * CHUNK
-        part = flat[start : start + AT_ONCE * CHUNK]
-        count = len(part)
-        wide = wide_numbers[:count].copy_(part)
-        if _has_arithmetic(part):
-            low, high = torch.aminmax(part)
-            part = torch.add(part, 0.0, out=plain_numbers[:count])
-            if low.isnan():
-                part = _plain_nan(part)
-        else:
-            low, high = torch.aminmax(wide)
-        hasher.update(_bytes_of(part))
+    for number, part in enumerate(flat.split(CHUNK)):
+        if not len(part):
+            # A tensor without elements.
+            break
+        _feed_plain(hasher, part)
+        wide = part.double()
         total += wide.sum()
-        largest = torch.maximum(largest, torch.maximum(-low, high))
-        rows = math.ceil(count / CHUNK)
-        width = min(count, CHUNK)
-        missing = rows * width - count
-        # The last chunk of several may be shorter; zeros add nothing to its sums.
-        even = torch.nn.functional.pad(wide, (0, missing)) if missing else wide
-        signs_in_row = signs_in_chunk[:, :width].T
-        sums = even.view(rows, width) @ signs_in_row
-        signs = signs_of_chunks[:, first : first + rows].T
-        projections += (signs * sums).sum(0)
-        squares += wide.square_().sum()
+        squares += wide.square().sum()
+        largest = torch.maximum(largest, wide.abs().max())
+        sums = signs_in_chunk[:, : len(part)] @ wide
+        projections += signs_of_chunks[:, number] * sums
     return Sketch(
         digest=hasher.hexdigest(),
         dtype=dtype.removeprefix("torch."),
@@ -201,10 +182,7 @@ def sketch_digest(tensor: Tensor) -> str:
     dtype, shape = _kind(tensor)
     hasher = _hash_of(dtype, shape, flat)
     for part in flat.split(CHUNK):
-        if _has_arithmetic(part):
-            # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal.
-            part = _plain_nan(part + 0.0)
-        hasher.update(_bytes_of(part))
+        _feed_plain(hasher, part)
     return str(hasher.hexdigest())
 
 
@@ -229,13 +207,12 @@ def _hash_of(dtype: str, shape: tuple[int, ...], flat: Tensor) -> Any:
     return feeder.hasher
 
 
-def _has_arithmetic(part: Tensor) -> bool:
+def _feed_plain(hasher: Any, part: Tensor) -> None:
+    """Feed numbers, -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal."""
     # torch has no arithmetic of float8.
-    return part.is_floating_point() and part.element_size() > 1
-
-
-def _plain_nan(part: Tensor) -> Tensor:
-    return torch.nan_to_num_(part, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    if part.is_floating_point() and part.element_size() > 1:
+        part = torch.nan_to_num_(part + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
+    hasher.update(_bytes_of(part))
 
 
 def _bytes_of(part: Tensor) -> Any:

@@ -105,7 +105,7 @@ class RankTrace:
     initial: dict[str, Sketch] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     owned: dict[str, tuple[int, int]] = field(default_factory=dict)
-    rounding: list[Rounding] = field(default_factory=list, metadata={"optional": True})  # the first files have none
+    rounding: list[Rounding] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

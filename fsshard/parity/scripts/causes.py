@@ -5,7 +5,7 @@ What is compared within a step is in step_causes.py.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +17,6 @@ from fsshard.parity.scripts.step_causes import (
     alone,
     backwards,
     broadcast,
-    changed_counts,
     changes,
     computed,
     digests,
@@ -105,11 +104,6 @@ def _models(old: ScriptTrace, new: ScriptTrace) -> list[str]:
         shared = old.initial.keys() & new.initial.keys()
         count = f"{len(changed)} of {len(shared)}"
         differences.append(f"{count} initial weights differ (another seed?): {few(changed)}")
-    # Records with facts have the layers by their paths, which step_causes.py compares.
-    if not _has_facts(old) and not _has_facts(new):
-        words = changed_counts(_layers(old), _layers(new))
-        if words:
-            differences.append(f"layers: {words}")
     return differences
 
 
@@ -119,17 +113,6 @@ def _of_weights(one: ScriptTrace, attribute: str) -> dict[str, Any]:
     for name, sketch in one.initial.items():
         values[name] = getattr(sketch, attribute)
     return values
-
-
-def _has_facts(one: ScriptTrace) -> bool:
-    return any(record.facts for record in one.ranks[0].steps.values())
-
-
-def _layers(one: ScriptTrace) -> Counter[str]:
-    layers: Counter[str] = Counter()
-    for model in one.ranks[0].models:
-        layers.update(model.layers)
-    return layers
 
 
 def ranks_apart(one: ScriptTrace, steps: Steps) -> str:

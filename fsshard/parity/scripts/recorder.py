@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -248,16 +247,12 @@ class Recorder:
         self._models.append(module)
         # What torch.compile has compiled is a child of its module.
         engine = dict(module.named_children()).get(COMPILED, module)
-        layers: Counter[str] = Counter()
-        for one in module.modules():
-            if next(one.children(), None) is None:
-                layers[repr(one)] += 1
         weights = {}
         place = len(self._models) - 1
         for quantity, name, sketched in self._sketches(place, INITIAL):
             if quantity == "weight":
                 weights[name] = sketched
-        model = Model(engine=type(engine).__name__, layers=dict(layers), weights=weights)
+        model = Model(engine=type(engine).__name__, weights=weights)
         self._new.append(model)
 
     # ------------------------------------------------------------------------------------------------------- backward

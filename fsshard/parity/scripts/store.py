@@ -23,7 +23,6 @@ FORMAT = "fsshard script trace"
 VERSION = 1
 ENDED = "ended-*.txt"
 _RECORD_AGAIN = "record it again: fsshard trace FOLDER -- COMMAND"
-_LACKING = {"optional": True}  # older records have none
 Sketches = dict[str, Sketch]
 
 
@@ -44,7 +43,6 @@ class Model:
     """A module that is called by the script itself and has parameters to train, as its first forward found it."""
 
     engine: str  # its class
-    layers: dict[str, int]  # modules without children, as they print, and how many there are
     weights: Sketches  # by the user's name
 
 
@@ -55,7 +53,7 @@ class Samples:
     digest: str  # of all tensors
     rows: int  # samples, along dim 0 of all tensors; 0 if there is no such thing
     total: str  # sum of the samples' digests, whatever their order
-    arguments: Texts = field(default_factory=dict, metadata=_LACKING)  # digest of each by its name or number
+    arguments: Texts = field(default_factory=dict)  # digest of each by its name or number
     computed: str  # dtype of the output, with the autocast that was on, and whether the model was in training mode
 
 
@@ -70,7 +68,7 @@ class Record:
     skipped: bool  # a scaler left the step out
     models: list[Model] = field(default_factory=list)  # that are new since the record before
     # What parameters and modules are, by kind and name, as facts.py reads it; a file has the kinds that have changed.
-    facts: dict[str, Texts] = field(default_factory=dict, metadata=_LACKING)
+    facts: dict[str, Texts] = field(default_factory=dict)
     random: str = ""  # digest of the random generators' state after the step
     gradients: dict[str, tuple[float, int]] = field(default_factory=dict)  # squared norm, elements of this rank's part
     # "weight", "buffer" and "state", whole; as gradients at every so many steps
@@ -87,7 +85,7 @@ class Record:
         return self.sketches.get("buffer", {})
 
     def fact(self, kind: str) -> Texts:
-        """Return the facts of a kind by name; none of an older record, which has not got the kind."""
+        """Return the facts of a kind by name."""
         return self.facts.get(kind, {})
 
 

@@ -33,7 +33,7 @@ from tests.parity.scripts.test_store import HEADER
 
 ONE, TWO, ZERO = (sketch(torch.full((3,), value)) for value in (1.0, 2.0, 0.0))
 GIVEN = Samples(digest="a", rows=2, total="0f", computed="float32")
-MODEL = Model(engine="Net", layers={"ReLU()": 1}, weights={"w": ZERO})
+MODEL = Model(engine="Net", weights={"w": ZERO})
 STEP = Record(
     models=[],
     step=0,

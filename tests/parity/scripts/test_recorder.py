@@ -107,7 +107,7 @@ def test_the_record_is_that_of_replicas_averaged_by_hand(ranks: Any, recorded: R
 def test_what_a_step_holds(recorded: Recorded) -> None:
     one = ScriptTrace.load(recorded())
     (model,), step = one.ranks[0].models, one.ranks[1].steps[2]
-    assert model.engine == "DistributedDataParallel" and model.layers["Dropout(p=0.0, inplace=False)"] == 2
+    assert model.engine == "DistributedDataParallel"
     assert one.ranks[1].header.world_size == 2 and one.ranks[0].header.environment["torch"] == torch.__version__
     assert len(step.losses) == len(step.samples) == 1 and step.samples[0].rows == 8
     assert step.samples[0].computed == "float32" and step.groups[0]["lr"] == 1e-2 and not step.skipped

@@ -25,7 +25,7 @@ from fsshard.parity.sketch import sketch
 
 HEADER = Header(rank=0, world_size=1, command=["train.py"], commit="", device="cpu", environment={})
 WEIGHT = sketch(torch.arange(3.0))
-MODEL = Model(engine="Linear", layers={"Linear": 1}, weights={"weight": WEIGHT})
+MODEL = Model(engine="Linear", weights={"weight": WEIGHT})
 STEP = Record(
     models=[MODEL],
     step=0,
