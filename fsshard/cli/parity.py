@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 
 Options = dict[str, Any]
 
-DEFAULT_WORLD_SIZES = ("1", "2")
 MEANINGLESS = {
     "--record": ("--against", "--reference", "--mesh", "--json", "--plot"),
     "--against": ("--reference", "--mesh"),
 }
 """Options that have no effect together with another one."""
-NAMES = {"recipes": "RECIPE", "json_file": "--json", "picture": "--plot"}
-"""Options by the names of their parameters, where these are not the same."""
 
 
 @dataclass(kw_only=True)
@@ -39,45 +36,19 @@ class Request:
     """The request that ``fsshard parity`` was given."""
 
     recipes: list[str]
-    backends: list[str] | None
-    world_sizes: list[int]
-    options: Options  # of ``compare``, passed on as they are
+    options: Options  # of ``compare`` or ``record``, passed on as they are
     json_file: str | None
     picture: str | None
     progress: bool | None  # None: a bar if stderr is a terminal
     quiet: bool
-    given: frozenset[str]  # options that are in the command line, as they are written there
-    record: str | None
-    tensors: bool
-    against: str | None
-    meshes: list[dict[str, int]]
 
     @property
     def out(self) -> TextIO:
         """Return where the tables go: not to stdout if the JSON goes there."""
         return output.text_stream(self.json_file)
 
-    def check(self) -> None:
-        """Raise for options that contradict each other, before minutes are spent on the runs."""
-        exclusive = [option for option in MEANINGLESS if option in self.given]
-        one = exclusive[0] if exclusive else ""
-        for option in MEANINGLESS.get(one, ()):
-            if option in self.given:
-                raise ConfigurationError(f"{option} has no effect together with {one}; leave it out")
-        if self.tensors and self.record is None:
-            raise ConfigurationError("--tensors chooses what --record keeps; give --record too")
-        if not self.recipes:
-            raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno")
-        if one and len(self.recipes) > 1:
-            raise ConfigurationError(f"{one} takes one training; give one RECIPE")
-        backends = self.backends or ()
-        sizes = self.world_sizes if "--world-size" in self.given else ()
-        if one == "--record" and (len(backends) > 1 or len(sizes) > 1):
-            raise ConfigurationError("--record records one training; give one backend and one world size")
-
 
 def command(
-    context: typer.Context,
     recipes: Annotated[
         list[str] | None,
         typer.Argument(
@@ -92,10 +63,11 @@ def command(
         list[str] | None,
         typer.Option(help="Comma-separated numbers of ranks.", show_default="1,2"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per run.")] = 10,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps per run.", show_default="10")] = None,
     reference: Annotated[
-        str, typer.Option(help="Compare with ddp, or with none: one process on the joined batches.")
-    ] = "ddp",
+        str | None,
+        typer.Option(help="Compare with ddp, or with none: one process on the joined batches.", show_default="ddp"),
+    ] = None,
     mesh: Annotated[
         list[str] | None,
         typer.Option(
@@ -128,31 +100,60 @@ def command(
 
     Exit code: 0 if all agree; 1 if something differs, failed or was refused; 2 for invalid input.
     """
-    # An option that has its default may have been given all the same, which only the context knows.
-    given = set()
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if getattr(source, "name", "") == "COMMANDLINE":
-            given.add(NAMES.get(name, f"--{name.replace('_', '-')}"))
+    # Contradictions are told before minutes are spent on runs.
+    given = {
+        "--record": record,
+        "--against": against,
+        "--reference": reference,
+        "--mesh": mesh,
+        "--json": json_file,
+        "--plot": picture,
+    }
+    names = list(dict.fromkeys(recipes or ()))
+    _check_together(given, names)
+    if tensors and record is None:
+        raise ConfigurationError("--tensors chooses what --record keeps; give --record too")
+    engines = None if backends is None else cli.backend_names(backends)
+    sizes = None if world_size is None else cli.world_sizes(world_size)
     request = Request(
-        recipes=list(dict.fromkeys(recipes or ())),
-        backends=None if backends is None else cli.backend_names(backends),
-        world_sizes=cli.world_sizes(world_size or DEFAULT_WORLD_SIZES),
-        options={"steps": steps, "reference": reference, "timeout": timeout, "device": device},
+        recipes=names,
+        options={"timeout": timeout, "device": device},
         json_file=json_file,
         picture=picture,
         progress=False if quiet else progress,
         quiet=quiet,
-        given=frozenset(given),
-        record=record,
-        tensors=tensors,
-        against=against,
-        meshes=cli.meshes(mesh or ()),
     )
-    # Contradictions are told before minutes are spent on runs.
-    request.check()
-    run = _compare if record is None else _record
-    raise typer.Exit(run(request))
+    options = request.options
+    if record is not None:
+        if len(engines or ()) > 1 or len(sizes or ()) > 1:
+            raise ConfigurationError("--record records one training; give one backend and one world size")
+        options["detail"] = "tensors" if tensors else "digests"
+        if engines:
+            options["backend"] = engines[0]
+        if sizes:
+            options["world_size"] = sizes[0]
+        if steps:
+            options["steps"] = steps
+        raise typer.Exit(_record(request, record))
+    # What is None is as compare() has it: as it was recorded, or as the mesh says.
+    options |= {"backends": engines, "world_sizes": sizes, "steps": steps, "reference": reference}
+    if mesh:
+        options["mesh"] = cli.meshes(mesh)
+    raise typer.Exit(_compare(request, against))
+
+
+def _check_together(given: Options, recipes: list[str]) -> None:
+    """Raise for options that contradict each other, and for several recipes where one is trained."""
+    if not recipes:
+        raise ConfigurationError("expected a RECIPE, for example: fsshard parity tfno")
+    for one, others in MEANINGLESS.items():
+        if given[one] is None:
+            continue
+        for option in others:
+            if given[option] is not None:
+                raise ConfigurationError(f"{option} has no effect together with {one}; leave it out")
+        if len(recipes) > 1:
+            raise ConfigurationError(f"{one} takes one training; give one RECIPE")
 
 
 def _each(
@@ -191,19 +192,20 @@ def _exit_code(result: Any) -> int:
 # ------------------------------------------------------------------------------------------------ compare
 
 
-def _compare(request: Request) -> int:
+def _compare(request: Request, against: str | None) -> int:
     from fsshard.launching.pool import RankPool
-    from fsshard.parity import compare
+    from fsshard.parity import Trace, compare
 
     pictures = _pictures(request)
     # No run is worth starting whose result cannot be written.
     for file in (None, *pictures.values()):
         cli.check_files(request.json_file, file)
-    arguments = _arguments(request)
+    if against is not None:
+        request.options["against"] = Trace.load(against)
     pool = RankPool(device=request.options["device"])
 
     def train(name: str, bar: output.ProgressCallback | None) -> ParityReport:
-        return compare(name, pool=pool, progress=bar, **arguments)
+        return compare(name, pool=pool, progress=bar, **request.options)
 
     results = _each(request, train, pool=pool)
     for name, result in results.items():
@@ -233,29 +235,6 @@ def _pictures(request: Request) -> dict[str, Path]:
     return pictures
 
 
-def _arguments(request: Request) -> Options:
-    """Return arguments of ``compare``. Beside a recorded training, what is not given is as it was recorded."""
-    arguments: Options = {
-        "backends": request.backends or DEFAULT_BACKENDS.split(","),
-        "world_sizes": request.world_sizes,
-        **request.options,
-    }
-    options = {}
-    # A mesh says how many ranks there are, and what the reference is.
-    if request.meshes:
-        options = {"world_sizes": "--world-size", "reference": "--reference"}
-        arguments["mesh"] = request.meshes
-    elif request.against is not None:
-        from fsshard.parity import Trace
-
-        options = {"backends": "--backends", "world_sizes": "--world-size", "steps": "--steps"}
-        arguments["against"] = Trace.load(request.against)
-    for name, option in options.items():
-        if option not in request.given:
-            arguments[name] = None
-    return arguments
-
-
 def _json(name: str, result: ParityReport | BaseException) -> str:
     if isinstance(result, BaseException):
         return json.dumps({"recipe": name, "ok": False, "error": str(result) or "interrupted"}, indent=1)
@@ -268,41 +247,32 @@ def _show(request: Request, name: str, result: ParityReport | BaseException) -> 
         print(f"fsshard: {cli.naming_recipe(name, result)}", file=sys.stderr)
         return
     from rich.console import Console
+    from rich.text import Text
 
-    from fsshard.parity.render import details, head, summary
+    from fsshard.parity.render import summary
 
-    console = Console(file=request.out, markup=False, highlight=False)
     if request.quiet:
         print(f"{result.recipe}: {summary(result)}", file=request.out)
         for warning in result.warnings:
             print(f"fsshard: {result.recipe}: {warning}", file=sys.stderr)
-    elif not console.is_terminal:
-        # In a log no frames are cut at 80 columns.
-        print(f"{result}\n", file=request.out)
-    else:
-        console.print(result.table() if result.cells else head(result))
-        for paragraph in details(result):
-            console.print(f"{paragraph}\n")
-        console.print(f"{summary(result)}\n", style="bold green" if result.ok else "bold red")
+        return
+    text = Text(f"{result}\n")
+    text.highlight_words(["DIFFERENT", "FAILED"], "bold red")
+    # No line is cut at the width of a terminal or, in a log, at 80 columns.
+    Console(file=request.out, soft_wrap=True).print(text)
 
 
 # ------------------------------------------------------------------------------------------------ record
 
 
-def _record(request: Request) -> int:
+def _record(request: Request, file: str) -> int:
     from fsshard.parity import record
     from fsshard.pictures import check_file
 
-    file = str(request.record)
     check_file(file)
-    options = {**request.options}
-    del options["reference"]
-    options["backend"] = request.backends[0] if request.backends else "ddp"
-    options["world_size"] = request.world_sizes[0] if "--world-size" in request.given else 2
-    options["detail"] = "tensors" if request.tensors else "digests"
 
     def train(name: str, bar: output.ProgressCallback | None) -> Trace:
-        return record(name, progress=bar, **options)
+        return record(name, progress=bar, **request.options)
 
     ((recipe, trace),) = _each(request, train).items()
     if isinstance(trace, BaseException):

@@ -1,7 +1,6 @@
-"""Shows a parity report: as text, as a table in the terminal, as a picture.
+"""Shows a parity report: as text and as a picture.
 
-rich and matplotlib are optional and imported where they are used; the text needs neither. All text is plain ASCII, so
-it prints under every locale.
+matplotlib is optional and imported where it is used. All text is plain ASCII, so it prints under every locale.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from fsshard.planning.text import aligned, counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.table import Table
 
 Cells = list[Cell]
 
@@ -32,8 +30,6 @@ Cells = list[Cell]
 ALWAYS_SHOWN = ("loss", "gradient", "weight", "state")
 # The table's words for verdicts.
 WORDS = {"exact": "exact", "bound": "in bound", "different": "DIFFERENT", "refused": "refused", "failed": "FAILED"}
-# rich styles of the verdicts. The word is always there too: colour alone tells nobody anything.
-STYLES = {"exact": "green", "bound": "cyan", "different": "bold red", "refused": "yellow", "failed": "bold magenta"}
 MEANINGS = {"exact": "equal to the last bit", "bound": "not equal, but within what rounding alone can do"}
 # Cells, or groups of cells that failed alike, that the last line names; it must stay one line.
 MOST_NAMED = 4
@@ -87,44 +83,6 @@ class ParityReport:
         paragraphs += details(self)
         paragraphs.append(summary(self))
         return "\n\n".join(paragraphs)
-
-    def table(self) -> Table:
-        """Return a rich table for the terminal, or raise MissingExtra if rich is not installed."""
-        try:
-            from rich import box
-            from rich.markup import escape
-            from rich.table import Table
-            from rich.text import Text
-        except ImportError as error:
-            raise MissingExtra("rich", "cli", "a table in the terminal") from error
-        table = Table(
-            title=escape(head(self)),
-            title_justify="left",
-            caption=_caption(self),
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),  # 80 columns hold it
-            pad_edge=False,
-        )
-        names, *lines = rows(self)
-        for place, name in enumerate(names):
-            column: dict[str, Any] = {}
-            if name in ("ranks", "mesh", "seconds"):
-                column["justify"] = "right"
-            if place < 3:
-                column["no_wrap"] = True
-            elif name != "seconds":
-                # A number never breaks; its ulp may go to the next line.
-                column["min_width"] = max(7, len(name))
-            table.add_column(name, **column)
-        for cell, line in zip(self.cells, lines, strict=True):
-            entries = []
-            for text in line:
-                style = "dim" if text in ("0", "-") else ""
-                entries.append(Text(text, style))
-            entries[2].style = STYLES[cell.verdict]
-            table.add_row(*entries)
-        return table
 
     def plot(self, path: str | Path) -> None:
         """Write a picture: loss curves, and below how far loss and weights are from the reference's at each step.

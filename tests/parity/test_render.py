@@ -1,8 +1,7 @@
-"""Reports for the eye: text, table, picture."""
+"""Reports for the eye: text, picture."""
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 from pathlib import Path
@@ -109,22 +108,6 @@ def test_other_quantities_have_a_column_where_they_differ() -> None:
     assert "norm " in str(report(cell))
 
 
-# Table
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_table_keeps_every_word_and_number_whole(width: int) -> None:
-    from rich.console import Console
-
-    made = report(exact("none", 1), bounded(), different(), refused(), failed())
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(made.table())
-    shown = console.export_text()
-    for word in ("gradient", "in bound", "DIFFERENT", "refused", "FAILED", "fairscale", "1.2e-07", "inf", "seconds"):
-        assert word in shown
-    assert "\u2026" not in shown  # nothing was cut
-
-
 # Picture
 
 
@@ -194,14 +177,12 @@ def test_a_bad_picture_name(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_and_rich(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [m for m in sys.modules if m.partition(".")[0] in ("matplotlib", "rich")] + ["matplotlib", "rich"]:
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [m for m in sys.modules if m.partition(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     made = report(exact("fsdp"))
     with pytest.raises(MissingExtra, match=r"matplotlib.*fsshard\[plot\]"):
         made.plot(tmp_path / "parity.png")
     with pytest.raises(MissingExtra, match=r"fsshard\[plot\]"):
         render.figure(made)
-    with pytest.raises(MissingExtra, match=r"rich.*fsshard\[cli\]"):
-        made.table()
     assert "all agree" in str(made)
