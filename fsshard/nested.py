@@ -164,6 +164,18 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the leaves of ``value``, in order."""
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return the same structure with ``function(tensor)`` for each tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
 def is_array(value: Any) -> bool:
     """Return whether ``value`` holds samples along dim 0: a tensor or numpy array that has one."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
@@ -173,8 +185,4 @@ def grad_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in a model's output that take a gradient: in dicts, lists, tuples and dataclasses, nested."""
     if isinstance(output, Tensor):  # as most are
         return [output] if output.requires_grad else []
-    tensors = []
-    for leaf in leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            tensors.append(leaf)
-    return tensors
+    return [tensor for tensor in tensors(output) if tensor.requires_grad]

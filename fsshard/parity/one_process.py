@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsshard.complex_params.slots import public_name
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.unit_inputs import mark_unit_inputs
-from fsshard.nested import leaves as tree_leaves
+from fsshard.nested import tensors
 from fsshard.parity.sketch import digest, real_view
 from fsshard.parity.trace import NamedTensors
 from fsshard.planning.plan import plan
@@ -249,9 +249,9 @@ class perturbed(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if _makes_new(func) and _differentiated((*args, *kwargs.values())):
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                    self._move(leaf)
+            for tensor in tensors(out):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    self._move(tensor)
         return out
 
     def _move(self, value: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsshard.errors import ModelError, RecipeError
-from fsshard.nested import map_leaves
+from fsshard.nested import map_tensors
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parity.bounds import DRAWS_RANDOM_NUMBERS, NotComparable, note_batches, part_of
 from fsshard.parity.engine import Engine, WrappedEngine, bare_optimizer, make_engine
@@ -290,7 +290,7 @@ class Training:
 def _to(value: Any, device: str) -> Any:
     if device == "cpu":
         return value
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def states_of(engine: Engine) -> tuple[NamedTensors, dict[str, Any]]:

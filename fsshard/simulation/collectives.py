@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsshard.backends.cost import CALLS
-from fsshard.nested import leaves as tree_leaves
+from fsshard.nested import tensors
 from fsshard.planning.bounds import sent
 from fsshard.torch_private.c10d import group_named
 from fsshard.torch_private.dispatch import schema_of
@@ -86,7 +86,7 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
             break
     nbytes = 0
     calls = 1
-    for tensor in _tensors(payload):
+    for tensor in tensors(payload):
         nbytes += tensor.numel() * tensor.element_size()
         calls = max(calls, getattr(tensor, CALLS, 1))
     members = _members(args)
@@ -96,13 +96,9 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
         kind=kind,
         nbytes=nbytes,
         members=members,
-        tensors=_tensors((args, result)),
+        tensors=list(tensors((args, result))),
         calls=calls,
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _kept(args: tuple[Any, ...], ranks: int) -> int:

@@ -20,7 +20,7 @@ from fsshard.complex_params.tensorfy import dtensor_parameters
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.model.checks import check_not_wrapped
 from fsshard.model.outputs import grad_tensors
-from fsshard.nested import map_leaves
+from fsshard.nested import map_tensors
 from fsshard.parallel.meshes import role_of
 from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
@@ -168,7 +168,7 @@ def recipe_source(subject: Any, batch: Any, loss: Any, real: bool) -> Any:
         )
     return Recipe(
         build=packed(subject, real=real),
-        batches=functools.partial(_same_batch, map_leaves(_on_host, batch)),
+        batches=functools.partial(_same_batch, map_tensors(_on_host, batch)),
         loss=loss or default_loss,
         name=type(subject).__name__,
     )
@@ -189,11 +189,9 @@ def _check_module(model: nn.Module) -> None:
         )
 
 
-def _on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
+def _on_host(tensor: Tensor) -> Tensor:
     # The process that simulates has no GPU; of a tensor without numbers the shape is all that is needed.
-    return torch.empty_like(leaf, device="cpu") if leaf.is_meta else leaf.detach().to("cpu")
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu")
 
 
 def _same_batch(batch: Any, rank: int, world_size: int, number: int) -> Any:

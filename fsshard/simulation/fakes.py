@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsshard.complex_params.slots import parameter_slots
-from fsshard.nested import map_leaves
+from fsshard.nested import map_tensors
 from fsshard.torch_private.autograd import current_graph_task_id
 from fsshard.torch_private.c10d import collectives_replaced, fake_store, forget_meshes
 from fsshard.torch_private.dispatch import LOCAL_SCALAR_DENSE, TorchDispatchMode
@@ -175,14 +175,14 @@ class Fakes(FakeTensorMode):
         key = tuple(kinds)
         if key not in self._workspaces:
             with self.left():
-                zeros = map_leaves(lambda a: torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a, args)
+                zeros = map_tensors(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
                 self._workspaces[key] = RNN_LAYER(*zeros)[3].untyped_storage().nbytes()
         with self:
             return torch.empty(self._workspaces[key], dtype=empty.dtype)
 
     def of(self, value: Any) -> Any:
         """Put fake tensors in place of real ones in ``value``, however nested."""
-        return map_leaves(lambda leaf: self.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        return map_tensors(self.from_tensor, value)
 
     # A context in which tensors are real.
     left = staticmethod(unset_fake_temporarily)

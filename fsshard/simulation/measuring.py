@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.planning.bounds import sent
 from fsshard.sharded.optimizer import build_optimizer
 from fsshard.simulation.machine import MACHINES, USUAL, Machine
@@ -71,7 +72,7 @@ def measured_machine(device: str) -> Machine:
     # There is one file for all ranks.
     dist.all_reduce(mean)
     *flops, write_speed, operator, bandwidth, latency, host_speed = (mean / ranks).tolist()
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    names = list(map(dtype_name, DTYPES))
     return Machine(
         name="measured",
         device=device,

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsshard.backends.cost import divided_among
 from fsshard.backends.whole import owned, whole_owners
 from fsshard.complex_params.tensorfy import has_dtensors
 from fsshard.errors import ConfigurationError
 from fsshard.model.host_copies import offloading_to
-from fsshard.nested import leaves as tree_leaves
-from fsshard.nested import map_leaves
+from fsshard.nested import map_tensors, tensors
 from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
@@ -389,9 +388,9 @@ def _run_steps(
 
 def _samples(batch: Any) -> int:
     """Return the length of the first dimension of a batch's first tensor; 1 if no tensor has a dimension."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
+    for tensor in tensors(batch):
+        if tensor.dim():
+            return tensor.shape[0]
     return 1
 
 
@@ -452,8 +451,7 @@ def measure(job: Job, steps: int = STEPS + 1) -> Measured:
     batch_on_cpu = batches_of(job, recipe, rank, None)
 
     def batch(number: int) -> Any:
-        batch = batch_on_cpu(number)
-        return map_leaves(lambda leaf: leaf.to(job.device) if isinstance(leaf, Tensor) else leaf, batch)
+        return map_tensors(lambda tensor: tensor.to(job.device), batch_on_cpu(number))
 
     gc.collect()
     with tracker:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsshard.complex_params.flattened import stored_in
-from fsshard.nested import leaves as tree_leaves
+from fsshard.nested import tensors
 from fsshard.sharded.reports import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.simulation.fakes import storage_of
@@ -461,10 +461,8 @@ def _arrived(reference: weakref.ref[Tracker], gradient: Tensor) -> None:
 
 def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its memory."""
-    for leaf in tree_leaves(value):
-        if not isinstance(leaf, Tensor):
-            continue
-        local: Tensor = getattr(leaf, LOCAL_TENSOR, leaf)
+    for tensor in tensors(value):
+        local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
         # An AsyncCollectiveTensor has its memory in "elem".
         yield getattr(local, "elem", local)
 

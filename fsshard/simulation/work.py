@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fsshard.nested import leaves as tree_leaves
+from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.nested import tensors
 from fsshard.torch_private.dispatch import schema_of
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 
@@ -90,12 +91,12 @@ class WorkCounter:
             self._written += _nbytes(result) or _nbytes(changed)
         formula = traits.formula
         if formula is not None:
-            tensor = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            tensor = next(tensors(args))
             dtype = REAL.get(tensor.dtype, tensor.dtype)
             flops = int(formula(*args, **kwargs, out_val=result))
             if tensor.is_complex() and formula is not _fft:
                 flops *= COMPLEX_PRODUCTS
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             self._flops[name] += flops
             if phase == "forward":
                 self._forward[name] += flops
@@ -143,10 +144,9 @@ def _traits(func: Any) -> _Traits:
 
 def _nbytes(value: Any) -> int:
     nbytes = 0
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            local = getattr(leaf, LOCAL_TENSOR, leaf)
-            nbytes += local.numel() * local.element_size()
+    for tensor in tensors(value):
+        local = getattr(tensor, LOCAL_TENSOR, tensor)
+        nbytes += local.numel() * local.element_size()
     return nbytes
 
 

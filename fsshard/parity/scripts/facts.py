@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.foreign_names import clean_path
-from fsshard.nested import leaves
+from fsshard.nested import tensors
 from fsshard.parity.scripts.store import in_model
 from fsshard.parity.whole import prefix_of, user_names
 from fsshard.sharded.module import ShardedModule
@@ -73,14 +74,8 @@ def is_below(frame: FrameType | None, below: FrameType | None) -> bool:
 
 def simulated(values: Any) -> bool:
     """Return whether a tensor has no numbers: FLOPs and memory are counted on such before the training."""
-    return any(map(_is_simulated, leaves(values)))
-
-
-def _is_simulated(leaf: Any) -> bool:
     # Numbers and texts say nothing of whether tensors are simulated.
-    if not isinstance(leaf, Tensor):
-        return False
-    return leaf.is_meta or isinstance(leaf, FakeTensor)
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors(values))
 
 
 def is_simulated(module: nn.Module) -> bool:
@@ -216,7 +211,6 @@ def mode_of(module: nn.Module) -> str:
 
 def dtype_of(output: Any) -> str:
     """Return the dtype of the first tensor in a module's output; "" without one."""
-    for leaf in leaves(output):
-        if isinstance(leaf, Tensor):
-            return str(leaf.dtype).removeprefix("torch.")
+    for tensor in tensors(output):
+        return dtype_name(tensor.dtype)
     return ""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsshard.nested import is_array, leaves
+from fsshard.checkpoint.format.tensors_file import dtype_name
+from fsshard.nested import is_array, leaves, tensors
 from fsshard.parity.scripts.store import Samples
 from fsshard.parity.sketch import digest, real_view
 
@@ -100,10 +101,10 @@ def computed_by(module: nn.Module, output: Any) -> str:
     """Return the dtype of the output, with the autocast that was on, and whether the model was in training mode."""
     words = "nothing"
     device = "cpu"
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-    if tensors:
-        words = str(tensors[0].dtype).removeprefix("torch.")
-        device = tensors[0].device.type
+    first = next(tensors(output), None)
+    if first is not None:
+        words = dtype_name(first.dtype)
+        device = first.device.type
     if torch.is_autocast_enabled(device):
         words += f", autocast to {torch.get_autocast_dtype(device)}"
     if not module.training:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from fsshard.complex_params.slots import public_name
 from fsshard.errors import FsshardError
-from fsshard.nested import leaves as tree_leaves
+from fsshard.nested import tensors
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
 from fsshard.recipes.recipe import check_loss, mesh_text, seed_all
@@ -199,7 +199,7 @@ class _Profiler(TorchDispatchMode):
 
     def _starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.calls[id(module)] += 1
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(tensors((args, kwargs)))
         self._kept += inputs
         self._stack.append((id(module), set(map(_storage, inputs))))
 
