@@ -24,7 +24,7 @@ from fsshard.sharded.optimizer import ShardedOptimizer, constructor_arguments, r
 from fsshard.torch_private.modules import compiled_within
 from fsshard.wrapping import check_wrap
 
-from ..trainers import check_scaler, clip_by_value, name_calls, scaler_like
+from ..trainers import Arguments, State, check_scaler, clip_by_value, name_calls, scaler_like
 from .arguments import check_arguments, check_batches, check_samples, check_state, wrap_settings
 from .files import StateFiles, world
 from .preparing import PreparedOptimizer, late, shares_of
@@ -51,7 +51,7 @@ class Accelerator(StateFiles):
 
     scaler: Any
 
-    def __init__(self, *args: Any, fsshard: Mapping[str, Any], **arguments: Any) -> None:
+    def __init__(self, *args: Any, fsshard: Arguments, **arguments: Any) -> None:
         parents = check_arguments(args, arguments, fsshard)
         self._former = WeakIdKeyDictionary()
         # Id of what prepare() was given -> what it gives.
@@ -126,7 +126,7 @@ class Accelerator(StateFiles):
         self,
         model: nn.Module,
         optimizers: list[Optimizer],
-        settings: dict[str, Any],
+        settings: State,
     ) -> None:
         # wrap takes what torch.compile has put around it out, and compiles units instead.
         bare = model
@@ -139,7 +139,7 @@ class Accelerator(StateFiles):
         self._models.pop()
         del bare._is_accelerate_prepared
         parameters = dict(model.named_parameters())
-        new_optimizers = []
+        new_optimizers: list[Any] = []
         try:
             if optimizers:
                 sharded, new_optimizers = library.wrap(model, optimizers, **settings)

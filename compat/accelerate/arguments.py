@@ -16,7 +16,7 @@ from fsshard.backends.registry import backend_class
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import ConfigurationError
 
-from ..trainers import Arguments, data_rank_of
+from ..trainers import Arguments, State, data_rank_of
 
 # As it is before anybody puts ours in its place.
 THEIRS = accelerate.Accelerator
@@ -75,7 +75,7 @@ def check_arguments(
     args: tuple[Any, ...],
     arguments: Arguments,
     settings: Any,
-) -> dict[str, Any]:
+) -> State:
     """Return all of Accelerate's arguments by name, or raise ConfigurationError for one, before anything is made."""
     check_settings(settings)
     own = dict(inspect.signature(THEIRS).bind_partial(*args, **arguments).arguments)
@@ -167,7 +167,7 @@ def check_batches(loader: Any, settings: Arguments) -> None:
         )
 
 
-def wrap_settings(accelerator: Any, settings: Arguments, *, placed: bool) -> dict[str, Any]:
+def wrap_settings(accelerator: Any, settings: Arguments, *, placed: bool) -> State:
     """Return what ``fsshard.wrap`` gets: what was asked for, and for the rest what the library's DDP would do.
 
     Args:

@@ -14,6 +14,8 @@ from fsshard.planning.entries import Entry
 from fsshard.sharded.averages import numbers
 from fsshard.sharded.module import ShardedModule
 
+from ..trainers import State
+
 # The base of EMAWeightAveraging, since Lightning 2.5.6.
 AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())
 
@@ -143,7 +145,7 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
         super()._copy_average_to_current(module if model is None else _resharded(model))
         self.copied = True
 
-    def whole(self, model: ShardedModule, **how: bool) -> dict[str, Any]:
+    def whole(self, model: ShardedModule, **how: bool) -> State:
         """Return the average as the model's whole state dict. Collective.
 
         Args:
@@ -186,7 +188,7 @@ class OverParts(AVERAGING or object):  # type: ignore[misc]
     def ended(
         self,
         module: Any,
-        average: dict[str, Any] | None,
+        average: State | None,
     ) -> None:
         """Make the average whole again, as the module is that has been handed back.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -20,7 +19,7 @@ from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError, ConfigurationError
 from fsshard.sharded.module import ShardedModule
 
-from ..trainers import check_scaler
+from ..trainers import Arguments, State, check_scaler
 
 # ------------------------------------------------------------------------------------------------ ranks
 
@@ -52,7 +51,7 @@ class Launched(TorchElasticEnvironment):
         return int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0")))
 
 
-def lightnings(settings: dict[str, Any]) -> dict[str, Any]:
+def lightnings(settings: State) -> State:
     """Take Lightning's own arguments out of ``settings``; ranks that run already are its environment."""
     found = {name: settings.pop(name) for name in LIGHTNINGS if name in settings}
     # torchrun is a launcher that Lightning knows itself.
@@ -172,7 +171,7 @@ def save_divided(
     path: Any,
     model: ShardedModule,
     optimizers: list[Any],
-    checkpoint: Mapping[str, Any],
+    checkpoint: Arguments,
 ) -> None:
     """Write rank 0's checkpoint, and every rank's parts, in fsshard's own format. Collective.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fsshard.sharded.unwrapping import ModelBeforeWrap
 
 from ..accelerate.arguments import check_samples, wrap_settings
 from ..accelerate.preparing import PreparedOptimizer
-from ..trainers import WrappedModel, name_calls, scaler_like, wrapped_model_of
+from ..trainers import Arguments, State, WrappedModel, name_calls, scaler_like, wrapped_model_of
 from .arguments import check_arguments, check_launcher, check_library
 from .checkpoints import PARTS, clear, load_optimizer, parts_of, save_optimizer
 
@@ -57,7 +57,7 @@ class Trainer(transformers.Trainer):
         model: Any = None,
         args: Any = None,
         *rest: Any,
-        fsshard: Mapping[str, Any],
+        fsshard: Arguments,
         save_distributed_checkpoint: bool = False,
         **arguments: Any,
     ) -> None:
@@ -221,7 +221,7 @@ class Trainer(transformers.Trainer):
             self.accelerator.scaler.unscale_(self._stepped)
         return model.clip_grad_norm_(limit)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: State) -> int:
         """Count operations with the number of parameters that the whole model has."""
         words = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if self._numbers is None or words is None:

@@ -29,9 +29,9 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
-from fsshard.checkpoint.format.index import INDEX_FILE, Tree, Values
+from fsshard.checkpoint.format.index import INDEX_FILE, Names, Tree, Values
 from fsshard.checkpoint.format.object_store import identity_of_url, is_url
-from fsshard.checkpoint.format.tensors_file import StrPath, dtype_name
+from fsshard.checkpoint.format.tensors_file import Shape, StrPath, dtype_name
 from fsshard.checkpoint.interop.importing import UNKNOWN_CLASS, ForeignReader, foreign, unknown
 from fsshard.checkpoint.models import choose_models, name_models, prefix
 from fsshard.checkpoint.position import DataPosition
@@ -289,8 +289,8 @@ class _Load:
     classes: Classes  # of objects within an optimizer's state
     reader: Reader | ForeignReader = field(default=None)  # type: ignore[assignment]
     optimizers: dict[str, ShardedOptimizer] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # entry's name -> tensor's name
-    others: dict[str, str] = field(default_factory=dict)  # key of a buffer -> tensor's name
+    sources: Names = field(default_factory=dict)  # entry's name -> tensor's name
+    others: Names = field(default_factory=dict)  # key of a buffer -> tensor's name
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     # what was read
@@ -409,7 +409,7 @@ class _Load:
         key: str,
         tensor: str,
         dtype: torch.dtype,
-        shape: tuple[int, ...],
+        shape: Shape,
     ) -> Mismatches:
         info = self.reader.index.tensors[tensor]
         fits = dtype == info.kind

@@ -38,6 +38,7 @@ from fsshard.checkpoint.format.division import (
 from fsshard.checkpoint.format.index import (
     Index,
     ModelInfo,
+    Names,
     OptimizerInfo,
     Origin,
     TensorInfo,
@@ -45,7 +46,7 @@ from fsshard.checkpoint.format.index import (
     Values,
     some,
 )
-from fsshard.checkpoint.format.tensors_file import BY_NAME, dtype_name
+from fsshard.checkpoint.format.tensors_file import BY_NAME, Shape, dtype_name
 from fsshard.checkpoint.format.tree import encode
 from fsshard.checkpoint.format.version import __version__
 from fsshard.checkpoint.models import Models, prefix, quoted
@@ -70,7 +71,7 @@ class Part:
     """A tensor, and what of it this rank holds."""
 
     dtype: torch.dtype  # the user's: complex where the model is
-    shape: tuple[int, ...]  # of the whole tensor, the user's
+    shape: Shape  # of the whole tensor, the user's
     range: Range  # elements held here, of the flattened tensor
     values: Tensor  # those elements, flat, over the memory where they are
     # The parameter as whose elements they are divided, if that is in another order than that of the indices, or over
@@ -174,13 +175,13 @@ class Collected:
 
     parts: Parts = field(default_factory=dict)  # by the tensor's name
     model: ModelInfo = field(default_factory=lambda: ModelInfo({}, {}, {}))  # as in the index; so are the next two
-    tied: dict[str, str] = field(default_factory=dict)
+    tied: Names = field(default_factory=dict)
     models: dict[str, list[str]] = field(default_factory=dict)
     groups: dict[str, tuple[str, Any]] = field(default_factory=dict)  # optimizer -> (class, groups as a tree)
     # optimizer -> parameter -> key -> tree, of state that is no tensor
     state: dict[str, dict[str, Tree]] = field(default_factory=dict)
     objects: Tree = field(default_factory=dict)  # name -> tree
-    digests: dict[str, str] = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
+    digests: Names = field(default_factory=dict)  # of an object's tree and tensors: do ranks have the same?
     own: dict[str, Parts] = field(default_factory=dict)  # object -> its tensors
     rng: Any = None  # tree of the generators' states, if they are saved
     layouts: Layouts = field(default_factory=Layouts)

@@ -6,11 +6,12 @@ ranks. After k samples on each of N ranks the first k * N are used up, and M ran
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from fsshard.backends.settings import Settings
+from fsshard.checkpoint.format.index import Tree, Values
 from fsshard.errors import ConfigurationError
 
 # Counts of one rank's samples, in torchdata's samplers (0.11).
@@ -37,7 +38,7 @@ class DataPosition:
         batches = getattr(loader, "batch_sampler", None)
         self.batch_size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Tree:
         """Return the loader's state, and of how many ranks it is one."""
         return {
             "ranks": self.ranks,
@@ -63,7 +64,7 @@ class DataPosition:
 class _Redivision:
     """Makes of the states of some ranks that of each of another number of ranks."""
 
-    def __init__(self, saved: Mapping[str, Any], ranks: int, batch_size: int | None) -> None:
+    def __init__(self, saved: Values, ranks: int, batch_size: int | None) -> None:
         before = f"saved on {saved['ranks']} ranks with batch_size={saved['batch_size']}"
         self._told = f"{before}, loaded on {ranks} with batch_size={batch_size}"
         self._samples = Fraction(saved["ranks"], ranks)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy
 import torch
 
+from fsshard.checkpoint.format.index import Tree, Values
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 
-def capture(device: torch.device) -> dict[str, Any]:
+def capture(device: torch.device) -> Tree:
     """Return the state of every generator of this process, as tensors and numbers."""
     version, numbers, gauss = random.getstate()
     legacy = numpy.random.get_state(legacy=False)
@@ -41,7 +40,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
+def restore(state: Values, device: torch.device) -> list[str]:
     """Put the generators back, the inverse of :func:`capture`; return what could not be, of another kind of device."""
     try:
         torch.set_rng_state(state["torch"])
@@ -67,7 +66,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> list[str]:
     return []
 
 
-def derive(state: Mapping[str, Any], rank: int, device: torch.device) -> None:
+def derive(state: Values, rank: int, device: torch.device) -> None:
     """Seed the generators of a rank that the saving run did not have, always alike: from a saved state and the rank."""
     seed = zlib.crc32(state["torch"].numpy().tobytes(), rank)
     torch.manual_seed(seed)  # seeds every device's too

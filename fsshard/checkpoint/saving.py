@@ -22,7 +22,7 @@ from fsshard.checkpoint import parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.division import Range, piece_key, rank_file
-from fsshard.checkpoint.format.index import Origin, TensorInfo
+from fsshard.checkpoint.format.index import Origin, TensorInfo, Values
 from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
 from fsshard.checkpoint.format.tensors_file import FileEntry, Item, write
 from fsshard.checkpoint.models import name_models
@@ -166,7 +166,7 @@ def _check_arguments(
     keep: object,
     only: object,
     name: str,
-    objects: Mapping[str, Any],
+    objects: Values,
 ) -> None:
     if only not in (None, "trainable"):
         raise ConfigurationError(f"only={only!r}: expected 'trainable', or None for the whole model")

@@ -17,7 +17,6 @@ import itertools
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -27,8 +26,17 @@ from torch.distributed import TCPStore
 from fsshard.comm.stores import LOOPBACK, loopback_store
 from fsshard.errors import LaunchError, RankFailed
 from fsshard.launching.context import check_count, cuda_devices
-from fsshard.launching.pool_worker import ENVIRONMENT, Job, Order, environment_of, folder, worker_main
-from fsshard.launching.supervisor import Outcome, Supervisor, check_importable, check_not_importing, handed
+from fsshard.launching.pool_worker import ENVIRONMENT, Order, environment_of, folder, worker_main
+from fsshard.launching.supervisor import (
+    Arguments,
+    Job,
+    OnMessage,
+    Outcome,
+    Supervisor,
+    check_importable,
+    check_not_importing,
+    handed,
+)
 
 MOST_RANKS = 16
 START_SECONDS = 300.0  # for a new process to import torch; a cold disk can take a minute
@@ -73,7 +81,7 @@ class RankPool:
         world_size: int,
         *args: Any,
         timeout: float = 60,
-        on_message: Callable[[int, Any], None] | None = None,
+        on_message: OnMessage = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results by rank; tensors come back on the CPU.
@@ -120,10 +128,10 @@ class RankPool:
         self,
         fn: Job,
         world_size: int,
-        args: tuple[Any, ...],
+        args: Arguments,
         kwargs: dict[str, Any],
         timeout: float,
-        on_message: Callable[[int, Any], None] | None,
+        on_message: OnMessage,
     ) -> Outcome:
         __tracebackhide__ = True
         self._check_size(world_size)
@@ -175,7 +183,7 @@ class RankPool:
         for rank, failure in outcome.failures.items():
             raise RankFailed(rank, failure.type_name, f"while it started: {failure.message}")
 
-    def _collect(self, outcome: Outcome, on_message: Callable[[int, Any], None] | None) -> None:
+    def _collect(self, outcome: Outcome, on_message: OnMessage) -> None:
         """Wait for one outcome and one "ready" from each rank; end a rank that keeps us waiting."""
         supervisor, began = self._supervisor, time.monotonic()
         busy, deadline, patience = set(range(outcome.world_size)), began + outcome.timeout, PATIENCE_SECONDS
@@ -193,7 +201,7 @@ class RankPool:
         supervisor.end([*busy, *supervisor.dead()])
 
 
-def _pickled_call(fn: Job, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pickled_call(fn: Job, args: Arguments, kwargs: dict[str, Any]) -> bytes:
     __tracebackhide__ = True
     check_importable(fn)
     try:

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import connection
@@ -30,7 +30,7 @@ from fsshard.comm.stores import LOOPBACK
 from fsshard.errors import LaunchError
 from fsshard.launching.context import RankInfo, exported, variables_of
 from fsshard.launching.leaving import die_with_parent, end_process, finish_before_leaving, groups, say_leaving
-from fsshard.launching.supervisor import Failure, packed, say, take_over
+from fsshard.launching.supervisor import Arguments, Failure, Job, packed, say, take_over
 from fsshard.torch_private.c10d import all_groups, forget_meshes, set_timeout
 from fsshard.torch_private.compiling import import_dynamo
 
@@ -39,8 +39,6 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
     "cpu": {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     "cuda": {},
 }
-
-Job = Callable[..., Any]
 
 # Groups of the last jobs: leaving.py says which deadlock this prevents. More of them would pile up threads, three for
 # each group; by the time two more jobs are done a group's threads are idle.
@@ -197,7 +195,7 @@ def _join(rank: int, device: str, store: Store, order: Order) -> None:
     set_timeout(timedelta(seconds=order.timeout * COLLECTIVE_SHARE))
 
 
-def _loaded(call: bytes) -> tuple[Job, tuple[Any, ...], dict[str, Any]]:
+def _loaded(call: bytes) -> tuple[Job, Arguments, dict[str, Any]]:
     try:
         return pickle.loads(call)  # type: ignore[no-any-return]
     except (ImportError, AttributeError) as error:

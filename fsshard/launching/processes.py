@@ -51,8 +51,10 @@ from fsshard.launching.leaving import (
     tear_down,
 )
 from fsshard.launching.supervisor import (
+    Arguments,
     Failure,
     Handed,
+    Job,
     Outcome,
     Supervisor,
     check_importable,
@@ -69,7 +71,7 @@ GRACE_SECONDS = 2.0  # after the first failure, for the other ranks to say what 
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Job,
     nprocs: int | None = None,
     args: Sequence[Any] = (),
     *,
@@ -179,8 +181,8 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool
 
 def _run(
     join: Callable[[], Context],
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Job,
+    args: Arguments,
 ) -> tuple[str, Any]:
     """Join, call, leave; return how ``fn`` finished, with ``"return"`` or ``"sys.exit(0)"``, and what it returned."""
     made_here = not dist.is_initialized()
@@ -219,8 +221,8 @@ def _second_group(error: BaseException) -> LaunchError | None:
 
 
 def _rank_main(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Job,
+    args: Arguments,
     info: RankInfo,
     settings: JoinSettings,
     handed_on: Handed,
@@ -256,8 +258,8 @@ def _join_parent(info: RankInfo, settings: JoinSettings) -> Context:
 
 
 def _spawn(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    fn: Job,
+    args: Arguments,
     nprocs: int,
     settings: JoinSettings,
     grace: float,

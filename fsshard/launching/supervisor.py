@@ -28,6 +28,10 @@ FINISHED = ("return", "sys.exit(0)")
 """The ways in which a rank's function can have finished."""
 
 Handed = tuple[tuple[Callable[[Any], None], Any], ...]
+Job = Callable[..., Any]
+Arguments = tuple[Any, ...]  # of a job
+# What is called with a rank and what it tells.
+OnMessage = Callable[[int, Any], None] | None
 handed: dict[str, tuple[Callable[[Any], None], Any]] = {}
 """By subject, the calls ``take(value)`` that each process makes which this one starts, or gives work to, before its
 work: its imports may not repeat them. ``take`` is at the top level of a module and cheap; the value is picklable."""
@@ -340,7 +344,7 @@ class Supervisor:
         """Return those that were started and not ended."""
         return list(self._ranks)
 
-    def start(self, rank: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def start(self, rank: int, target: Callable[..., None], args: Arguments) -> None:
         """Spawn a process that calls ``target(*args, stack, pipe)``; ``stack`` is where ``faulthandler`` shall write.
 
         Raises:
@@ -378,7 +382,7 @@ class Supervisor:
         *,
         deadline: float = math.inf,
         patience: float = math.inf,
-        on_message: Callable[[int, Any], None] | None = None,
+        on_message: OnMessage = None,
     ) -> set[int]:
         """Take down what ranks say until each has said its last, or died, or time is over.
 

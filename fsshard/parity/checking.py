@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +33,13 @@ from fsshard.parity.trace import (
     RankTrace,
     Rounding,
     Step,
+    Values,
     environment,
     read_tensors,
     write_tensors,
 )
 from fsshard.parity.training import Bare, Job, Training
+from fsshard.recipes.recipe import Sizes
 
 # What a rank saw, the names of the parameters, and where it ran.
 Observation = tuple[RankTrace, list[str], dict[str, str]]
@@ -397,9 +398,9 @@ class _RunComparison(StepComparison):
             clipped[name] = gradient * factor
         return clipped
 
-    def _states(self, step: int) -> dict[str, dict[str, Any]]:
+    def _states(self, step: int) -> dict[str, Values]:
         """Return the reference's optimizer state after a step, by parameter."""
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, Values] = {}
         recorded = self.ranks[self.process].steps[step]
         values = {**self._read(step, "state"), **recorded.plain}
         for name, value in values.items():
@@ -478,7 +479,7 @@ def _note_causes(
             items[name] = replace(items[name], note=note)
 
 
-def _cause_of_loss(sizes: Mapping[str, int], step: RankStep, bound: float) -> str:
+def _cause_of_loss(sizes: Sizes, step: RankStep, bound: float) -> str:
     for dim, ranks in sizes.items():
         gap = abs(step.loss * ranks - step.reference_loss)
         if gap <= bound * ranks:
@@ -491,7 +492,7 @@ def _cause_of_loss(sizes: Mapping[str, int], step: RankStep, bound: float) -> st
 
 def _cause(
     mesh: DeviceMesh,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     expected: Tensor,
     gradient: Tensor,
     bound: float,

@@ -36,7 +36,8 @@ from fsshard.parity.report import (
     worst_of,
 )
 from fsshard.parity.sketch import PROJECTIONS, Sketch, apart, distance
-from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, mean_loss, read_tensors
+from fsshard.parity.trace import INITIAL, RankTrace, Step, Trace, Values, mean_loss, read_tensors
+from fsshard.recipes.recipe import Arguments
 
 # Quantities that another kernel may give other last digits; of the rest nothing but equality is right.
 ROUNDED = ("initial weight", "batch", "loss", "gradient", "norm", "weight", "state", "buffer")
@@ -67,7 +68,7 @@ class StepComparison:
     regrouped: bool
     own_engine: bool
     owned: Callable[[str], tuple[int, int]]  # [start, stop) of the real numbers of a parameter that this rank updates
-    recorded: Callable[[str], Mapping[str, Any] | None]
+    recorded: Callable[[str], Arguments | None]
     tensor: Callable[[str, str, Any, Any], Difference]
     batches: Callable[[], Differences]
     norms: Callable[[], Differences]
@@ -162,7 +163,7 @@ class StepComparison:
                     yield name, unequal(self.rank, "missing here")
 
 
-def _flat(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _flat(groups: Sequence[Arguments]) -> Values:
     values = {}
     for number, group in enumerate(groups):
         for key, value in group.items():
@@ -478,7 +479,7 @@ def _merged_step(steps: Sequence[RankStep]) -> StepReport:
         reference_norm=steps[0].reference_norm,
     )
     for quantity in QUANTITIES:
-        names: dict[str, Any] = {}
+        names: Values = {}
         for step in steps:
             names |= step.differences.get(quantity, {})
         if names:

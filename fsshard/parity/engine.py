@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,9 @@ from fsshard.backends.whole import gather_grads, owned
 from fsshard.errors import ConfigurationError, RecipeError, UnsupportedByBackend
 from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.parity.bounds import NotComparable
+from fsshard.parity.trace import TensorItems, Values
 from fsshard.parity.whole import whole_state, whole_tensors, whole_weights
-from fsshard.recipes.recipe import Recipe
+from fsshard.recipes.recipe import Arguments, Recipe
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.grad_scaler import GradScaler
 from fsshard.sharded.module import ShardedModule
@@ -148,7 +149,7 @@ class Engine(ABC):
         """Return [start, stop) of the real numbers of a parameter that this rank updates."""
         return 0, 2**62
 
-    def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
+    def restore(self, weights: TensorItems, states: Mapping[str, State]) -> None:
         """Take over the reference's weights and optimizer state.
 
         Needed where engines agree within a bound only: every step is judged from a common start.
@@ -168,7 +169,7 @@ def optimizer_of(recipe: Recipe, make: Callable[[], Any]) -> Any:
         raise RecipeError(f"recipe.optimizer does not take recipe.hyper {dict(recipe.hyper)!r}: {error}") from error
 
 
-def check_seen_as_they_are(*settings: Mapping[str, Any]) -> None:
+def check_seen_as_they_are(*settings: Arguments) -> None:
     """Raise NotComparable where settings of an optimizer, or of a group, let it see weights as matrices."""
     if any(each.get("see") for each in settings):
         raise NotComparable(
@@ -191,7 +192,7 @@ class WrappedEngine(Engine):
     model: ShardedModule
     optimizer: ShardedOptimizer
 
-    def __init__(self, recipe: Recipe, module: nn.Module, settings: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, module: nn.Module, settings: Arguments) -> None:
         super().__init__(recipe, module)
         arguments = {"mixed_precision": recipe.precision, **recipe.settings, **settings}
         self.model = wrap(module, **arguments)
@@ -270,7 +271,7 @@ class WrappedEngine(Engine):
         stop = 0 if backend.settings.rank else entry.stored_shape.numel()
         return 0, stop
 
-    def restore(self, weights: Iterable[tuple[str, Tensor]], states: Mapping[str, State]) -> None:
+    def restore(self, weights: TensorItems, states: Mapping[str, State]) -> None:
         backend = self.model.backend
         backend.reshard()
         with torch.no_grad():
@@ -316,7 +317,7 @@ def make_engine(
     spec: EngineSpec,
     recipe: Recipe,
     module: nn.Module,
-    settings: Mapping[str, Any],
+    settings: Arguments,
 ) -> Engine:
     """Return the engine that ``spec`` means, over a fresh model; the recipe says what it recomputes. Collective.
 
@@ -327,7 +328,7 @@ def make_engine(
         checkpoint_blocks(module, recipe.activation_checkpointing, auto_wrap_policy=policy)
         engine: Engine = spec(recipe, module)
         return engine
-    arguments: dict[str, Any] = {"activation_checkpointing": recipe.activation_checkpointing}
+    arguments: Values = {"activation_checkpointing": recipe.activation_checkpointing}
     arguments |= settings
     arguments |= {"backend": spec} if isinstance(spec, str) else spec
     return WrappedEngine(recipe, module, arguments)

@@ -19,7 +19,7 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.unit_inputs import mark_unit_inputs
 from fsshard.nested import tensors
 from fsshard.parity.sketch import digest, real_view
-from fsshard.parity.trace import NamedTensors
+from fsshard.parity.trace import NamedTensors, TensorItems
 from fsshard.planning.plan import plan
 from fsshard.recipes.recipe import Recipe, check_loss, seed_all
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
@@ -170,8 +170,8 @@ class Shadow:
 
     def load(
         self,
-        weights: Iterable[tuple[str, Tensor]],
-        buffers: Iterable[tuple[str, Tensor]],
+        weights: TensorItems,
+        buffers: TensorItems,
     ) -> None:
         """Take over weights and buffers."""
         parameters = {public_name(name): parameter for name, parameter in self.module.named_parameters()}

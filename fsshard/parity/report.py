@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsshard.parity.sketch import real_view
+from fsshard.recipes.recipe import Arguments
 
 # In the order in which a step computes them, so the first one that differs is nearest to the cause.
 QUANTITIES = (
@@ -298,8 +298,8 @@ def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Differen
 
 
 def value_differences(
-    expected: Mapping[str, Any],
-    got: Mapping[str, Any],
+    expected: Arguments,
+    got: Arguments,
     rank: int,
 ) -> Iterator[tuple[str, Difference]]:
     """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
@@ -312,7 +312,7 @@ def value_differences(
             yield key, unequal(rank, "not equal", one, other)
 
 
-def _text_of(values: Mapping[str, Any], key: str) -> str:
+def _text_of(values: Arguments, key: str) -> str:
     # Texts are equal for NaN, and exact for numbers.
     return repr(values[key]) if key in values else "missing"
 

@@ -57,7 +57,7 @@ from fsshard.parity.trace import (
 )
 from fsshard.parity.training import Bare, Job
 from fsshard.planning.text import counted, is_count
-from fsshard.recipes.recipe import RecipeLike, check_mesh, data_ranks, mesh_text, resolve, splits
+from fsshard.recipes.recipe import RecipeLike, Sizes, check_mesh, data_ranks, mesh_text, resolve, splits
 
 # The backends that are compared unless others are named.
 BACKENDS = ("fairscale", "fsdp", "fsdp2", "ddp")
@@ -79,7 +79,7 @@ def compare(
     steps: int | None = None,
     reference: str | None = None,
     against: Trace | None = None,
-    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] | None = None,
+    mesh: Sizes | Sequence[Sizes] | None = None,
     timeout: float = 120.0,
     pool: RankPool | None = None,
     device: str = "cpu",

@@ -43,6 +43,8 @@ DETAILS = ("losses", "digests", "tensors")
 INITIAL = -1
 NamedTensors = dict[str, Tensor]
 Texts = dict[str, str]
+Values = dict[str, Any]
+TensorItems = Iterable[tuple[str, Tensor]]
 _COMPLEX = "complex:"
 _RECORD_AGAIN = "record it again: fsshard parity RECIPE --record FILE"
 
@@ -84,11 +86,11 @@ class Step:
     loss: float
     norm: float
     clipped_norm: float | None = None
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[Values] = field(default_factory=list)
     random: str = ""
     outputs: list[tuple[str, str]] = field(default_factory=list)
     sketches: dict[str, dict[str, Sketch]] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
+    plain: Values = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -205,7 +207,7 @@ def mean_loss(ranks: Sequence[RankTrace], step: int) -> float:
 # ------------------------------------------------------------------------------------------------------------- JSON
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> Values:
     """Return the content of a trace's file, or raise TraceError if it is none."""
     try:
         # A bare NaN is not what save() writes, and would read as a number.
@@ -234,7 +236,7 @@ def _file_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _as_json(trace: Trace) -> dict[str, Any]:
+def _as_json(trace: Trace) -> Values:
     """Return the file's content: numbers are the shortest texts that read back to the same bits."""
     whole = replace(trace, file=None)
     content = plain(whole, lambda text: {"number": text}, {Sketch: sketch_as_list})
@@ -322,7 +324,7 @@ def write_tensors(
     folder: str,
     step: int,
     quantity: str,
-    items: Iterable[tuple[str, Tensor]],
+    items: TensorItems,
 ) -> None:
     """Write one rank's tensors of a quantity; replicas of rank 0's are kept once. Collective."""
     rank = dist.get_rank()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -20,9 +20,9 @@ from fsshard.parity.bounds import DRAWS_RANDOM_NUMBERS, NotComparable, note_batc
 from fsshard.parity.engine import Engine, WrappedEngine, bare_optimizer, make_engine
 from fsshard.parity.one_process import Shadow, built, random_state
 from fsshard.parity.sketch import digest, real_view
-from fsshard.parity.trace import NamedTensors, Step
+from fsshard.parity.trace import NamedTensors, Step, TensorItems, Values
 from fsshard.planning.policies import resolve_precision
-from fsshard.recipes.recipe import Recipe, Split, check_loss, resolve, seed_all, split_by
+from fsshard.recipes.recipe import Recipe, Sizes, Split, check_loss, resolve, seed_all, split_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Job:
     processes: int = 0
     folder: str = ""
     device: str = "cpu"
-    mesh: Mapping[str, int] | None = None
+    mesh: Sizes | None = None
 
 
 class Training:
@@ -231,7 +231,7 @@ class Training:
         """Return whole weights by name, which later steps leave as they are. Collective."""
         return self._kept(self.engine.weights())
 
-    def _kept(self, named: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+    def _kept(self, named: TensorItems) -> NamedTensors:
         # fsshard's engines gather weights into memory of their own, and nothing frees their buffers.
         if isinstance(self.engine, WrappedEngine):
             return dict(named)
@@ -293,7 +293,7 @@ def _to(value: Any, device: str) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
-def states_of(engine: Engine) -> tuple[NamedTensors, dict[str, Any]]:
+def states_of(engine: Engine) -> tuple[NamedTensors, Values]:
     """Return tensors of the optimizer's state by "parameter: key", and what is no tensor. Collective."""
     tensors = {}
     plain = {}

@@ -34,6 +34,11 @@ RecipeLike = Any
 """A :class:`Recipe`, an object like one, a function that returns one, ``"module:attribute"`` naming either, or the name
 of one that comes with fsshard (:mod:`fsshard.recipes`), such as ``"tfno"``."""
 
+Arguments = Mapping[str, Any]
+"""Keyword arguments by name."""
+Sizes = Mapping[str, int]
+"""Sizes of a mesh by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
@@ -48,7 +53,7 @@ class Split:
             is their mean.
     """
 
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Arguments = field(default_factory=dict)
     model: nn.Module | None = None
     loss: Callable[[Callable[..., Any], Any], Tensor] | None = None
     adds: tuple[str, ...] = ()
@@ -94,7 +99,7 @@ class Recipe:
     batches: Callable[[int, int, int], Any]
     loss: Callable[[Callable[..., Any], Any], Tensor]
     optimizer: type[Optimizer] = torch.optim.Adam
-    hyper: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
+    hyper: Arguments = field(default_factory=lambda: {"lr": 1e-3})
     param_groups: Callable[[list[str]], list[dict[str, Any]]] | None = None
     scheduler: Callable[[Optimizer], Any] | None = None
     precision: PrecisionChoice = None
@@ -103,9 +108,9 @@ class Recipe:
     no_sync: bool = True
     clip: float | tuple[float, float] | None = None
     seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Arguments = field(default_factory=dict)
     join: Callable[[Sequence[Any]], Any] | None = None
-    split: Callable[[nn.Module, DeviceMesh], Mapping[str, Any] | Split] | None = None
+    split: Callable[[nn.Module, DeviceMesh], Arguments | Split] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -384,18 +389,18 @@ def check_mesh(mesh: object) -> dict[str, int]:
     return sizes
 
 
-def mesh_text(sizes: Mapping[str, int]) -> str:
+def mesh_text(sizes: Sizes) -> str:
     """Write it as on the command line: ``data=2,tp=2``."""
     parts = [f"{name}={size}" for name, size in sizes.items()]
     return ",".join(parts)
 
 
-def data_ranks(sizes: Mapping[str, int]) -> int:
+def data_ranks(sizes: Sizes) -> int:
     """Return how many ranks see other samples."""
     ranks = [size for name, size in sizes.items() if role_of(name) != "model"]
     return math.prod(ranks)
 
 
-def splits(sizes: Mapping[str, int]) -> list[str]:
+def splits(sizes: Sizes) -> list[str]:
     """Dimensions of more than one rank along which the model, or every sample, is divided."""
     return [name for name, size in sizes.items() if size > 1 and role_of(name) == "model"]

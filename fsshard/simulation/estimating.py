@@ -26,12 +26,12 @@ from fsshard.planning.bounds import Bounds, Circumstances, bounds_of
 from fsshard.planning.plan import Plan
 from fsshard.planning.text import is_count
 from fsshard.planning.torch_settings import KEEP_GATHERED
-from fsshard.recipes.recipe import Recipe, check_mesh, check_steps_alone, resolve, splits
+from fsshard.recipes.recipe import Recipe, Sizes, check_mesh, check_steps_alone, resolve, splits
 from fsshard.sharded.optimizer import constructor_arguments
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.machine import Machine, check_device, machine_of
 from fsshard.simulation.result import Estimate
-from fsshard.simulation.simulation import Job, Measured
+from fsshard.simulation.simulation import Job, Measured, Settings
 from fsshard.simulation.work import Work
 from fsshard.simulation.worker import packed, simulate_all
 from fsshard.torch_private.modules import is_compiled
@@ -64,7 +64,7 @@ def estimate(
     cpu_offload: bool = False,
     average: bool = False,
     device_mesh: Any = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Sizes | None = None,
     device: str = "cpu",
     machine: Any = None,
     real: bool = False,
@@ -218,7 +218,7 @@ def default_loss(model: Any, batch: Any) -> Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def optimizer_settings(optimizer: Any) -> dict[str, Any]:
+def optimizer_settings(optimizer: Any) -> Settings:
     """Return what ``optimizer=`` changes in a recipe."""
     if optimizer is None:
         return {}
@@ -358,7 +358,7 @@ def whole_mesh(mesh: Any, source: Any, world_size: Any, device_mesh: Any) -> dic
     return sizes
 
 
-def data_shape(sizes: Mapping[str, int]) -> tuple[int, ...]:
+def data_shape(sizes: Sizes) -> tuple[int, ...]:
     """Return the shape of the ranks of data in a mesh: (ranks,), or (replicas, shards)."""
     data = {role_of(name): size for name, size in sizes.items() if role_of(name) != "model"}
     if list(data) == ["replicas", "shards"]:

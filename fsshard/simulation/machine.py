@@ -16,8 +16,8 @@ from typing import Any
 
 from fsshard.errors import ConfigurationError
 from fsshard.planning.text import duration
-from fsshard.simulation.collectives import Traffic
-from fsshard.simulation.work import Work
+from fsshard.simulation.collectives import Ranks, Traffic
+from fsshard.simulation.work import Amounts, Work
 
 # Collective -> how often gloo sends what has to be sent: its reduce_scatter is an all_reduce inside (torch 2.13).
 OVER_GLOO = {"reduce_scatter": 2}
@@ -113,7 +113,7 @@ class Machine:
             seconds["offloaded"] = 2 * (work.offloaded + work.shards) / self.host
         return seconds
 
-    def bandwidth(self, kind: str, members: tuple[int, ...]) -> float:
+    def bandwidth(self, kind: str, members: Ranks) -> float:
         """Return the bytes per second that each of these ranks sends in a collective."""
         nodes = self._nodes(members)
         if nodes < 2:
@@ -130,7 +130,7 @@ class Machine:
         # As many rings as a node has members, each over another of its links: what a rank sends leaves over all.
         return min(self.sent, on_a_node * between)
 
-    def latency(self, kind: str, members: tuple[int, ...]) -> float:
+    def latency(self, kind: str, members: Ranks) -> float:
         """Return the seconds that a collective of these ranks takes, whatever it sends."""
         if len(members) < 2:
             return self.collective
@@ -145,12 +145,12 @@ class Machine:
         tree = (on_a_node - 1) * self.hop + math.ceil(math.log2(nodes)) * self.hop_between
         return self.collective + 2 * min(ring, tree)
 
-    def _nodes(self, members: tuple[int, ...]) -> int:
+    def _nodes(self, members: Ranks) -> int:
         if not self.per_node:
             return 1
         return len({rank // self.per_node for rank in members})
 
-    def best_seconds(self, flops: Mapping[str, int]) -> float:
+    def best_seconds(self, flops: Amounts) -> float:
         """Return the seconds of these floating-point operations, by dtype, at the peak rate."""
         return sum(count / self.flops.get(dtype, self.flops["float32"]) for dtype, count in flops.items())
 

@@ -16,7 +16,7 @@ from fsshard.planning.bounds import Bounds
 from fsshard.planning.text import aligned, counted, duration, ratio, size, unit_of
 from fsshard.simulation.collectives import Traffic
 from fsshard.simulation.tracking import KINDS, Moment
-from fsshard.simulation.work import Work
+from fsshard.simulation.work import Amounts, Work
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,9 +69,9 @@ class Estimate:
     units: int
     peak: int
     interval: tuple[int, int]
-    by_kind: Mapping[str, int]
-    highest: Mapping[str, int]
-    phases: Mapping[str, int]
+    by_kind: Amounts
+    highest: Amounts
+    phases: Amounts
     moment: Moment
     collectives: tuple[Traffic, ...]
     work: Work

@@ -29,7 +29,7 @@ from fsshard.oss.partitioned import PartitionedOptimizer
 from fsshard.parallel.data_rank import data_rank
 from fsshard.parallel.meshes import role_of
 from fsshard.planning.plan import Plan
-from fsshard.recipes.recipe import Recipe, check_loss, resolve, seed_all, split_by
+from fsshard.recipes.recipe import Arguments, Recipe, Sizes, check_loss, resolve, seed_all, split_by
 from fsshard.sharded.averages import EMA
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
@@ -43,8 +43,8 @@ from fsshard.torch_private.patching import replaced
 from fsshard.torch_private.tensors import LOCAL_TENSOR
 from fsshard.wrapping import wrap
 
-# Arguments of wrap(), or fields of a recipe, by name.
-Arguments = Mapping[str, Any]
+# Arguments of wrap() by name.
+Settings = dict[str, Any]
 
 # The optimizer makes its state in the first one; one step is enough after _make_state().
 STEPS = 2
@@ -59,7 +59,7 @@ class Job:
     backend: str
     mesh: tuple[int, ...]  # shape of the ranks of data: (ranks,), or (replicas, shards)
     # Sizes by name of the mesh that recipe.split divides the model over; None: it is not divided.
-    whole_mesh: Mapping[str, int] | None = None
+    whole_mesh: Sizes | None = None
     settings: Arguments = field(default_factory=dict)  # further arguments of wrap()
     device: str = "cpu"  # the device type that it is for: what the optimizer and the allocator would do there
     cpu_offload: bool = False  # count what is left on the device under cpu_offload=True
@@ -203,7 +203,7 @@ def _divided(
     recipe: Recipe,
     module: Any,
     mesh: Any,
-) -> tuple[Recipe, Any, dict[str, Any]]:
+) -> tuple[Recipe, Any, Settings]:
     """Return the recipe with this rank's loss, this rank's part of the model, and what wrap is told of it."""
     if job.whole_mesh is None:
         return recipe, module, {"device_mesh": mesh}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +27,7 @@ from fsshard.nested import tensors
 from fsshard.sharded.reports import HELD
 from fsshard.simulation.collectives import Collective, Traffic, collective_of, traffic_of
 from fsshard.simulation.fakes import storage_of
-from fsshard.simulation.work import Work, WorkCounter
+from fsshard.simulation.work import Amounts, Work, WorkCounter
 from fsshard.state_objects import tensors_in
 from fsshard.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
 from fsshard.torch_private.dispatch import TorchDispatchMode, schema_of
@@ -67,9 +67,9 @@ class Usage:
     """The bytes that a tracker has seen on this rank since its last reset."""
 
     peak: int  # the most alive at once
-    by_kind: Mapping[str, int]  # how these divide among KINDS
-    highest: Mapping[str, int]  # per kind the most alive at once, whenever that was
-    phases: Mapping[str, int]  # per phase the most alive at once
+    by_kind: Amounts  # how these divide among KINDS
+    highest: Amounts  # per kind the most alive at once, whenever that was
+    phases: Amounts  # per phase the most alive at once
     saved: int  # the most bytes of activations that a forward left to its backward
     moment: Moment  # when the peak was
     traffic: tuple[Traffic, ...]

@@ -28,6 +28,8 @@ COMPLEX_PRODUCTS = 4
 RECOMPUTATION = 125
 # Beginnings of the names of operators that hand out memory and leave it as it is.
 UNWRITTEN = ("empty", "new_empty")
+# What, or of which dtype -> how many, or how many bytes.
+Amounts = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,13 @@ class Work:
         forward: flops of the forward passes alone, without blocks that are computed again.
     """
 
-    flops: Mapping[str, int]
+    flops: Amounts
     written: int
     operators: int
     offloaded: int = 0
     shards: int = 0
     uncounted: tuple[str, ...] = ()
-    forward: Mapping[str, int] = field(default_factory=dict)
+    forward: Amounts = field(default_factory=dict)
 
 
 class WorkCounter:

@@ -29,13 +29,23 @@ from fsshard.checkpoint.format.division import (
     pieces_in,
     rank_file,
 )
-from fsshard.checkpoint.format.tensors_file import BY_NAME, FileEntry, StrPath, new_file, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import (
+    BY_NAME,
+    FileEntry,
+    Shape,
+    StrPath,
+    new_file,
+    open_regular,
+    parse_json,
+)
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.planning.text import printable
 
 # Names and values, and the same within: what is JSON, or becomes it.
 Tree = dict[str, Any]
 Values = Mapping[str, Any]
+# Name -> name, or a reason.
+Names = dict[str, str]
 
 FORMAT = "fsshard-checkpoint"
 FORMAT_VERSION = 3
@@ -66,7 +76,7 @@ class TensorInfo(NamedTuple):
     """A tensor; its pieces cover it in order, and none are needed for no elements."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     pieces: Pieces
 
     @property
@@ -140,7 +150,7 @@ class ModelInfo(NamedTuple):
 
     keys: dict[str, str | None]  # key -> name of a tensor or None, in the order of the state dict
     extra: Tree  # key -> tree, for what is no tensor
-    dropped: dict[str, str]  # key -> why it is not kept
+    dropped: Names  # key -> why it is not kept
 
 
 class OptimizerInfo(NamedTuple):
@@ -162,7 +172,7 @@ class Index:
     files: dict[str, FileEntry]  # by name
     tensors: dict[str, TensorInfo]  # by name
     model: ModelInfo
-    tied: dict[str, str] = field(default_factory=dict)  # name -> the first name of the same tensor
+    tied: Names = field(default_factory=dict)  # name -> the first name of the same tensor
     optimizers: dict[str, OptimizerInfo] = field(default_factory=dict)  # by name
     objects: dict[str, Tree] = field(default_factory=dict)  # name -> {"all": tree} or {"per_rank": [...]}
     rng: Tree | None = None  # {"per_rank": [tree, ...]}
@@ -222,9 +232,9 @@ class Index:
             models={},
         )
 
-    def optimizer_tensors(self, optimizer: str) -> dict[str, dict[str, str]]:
+    def optimizer_tensors(self, optimizer: str) -> dict[str, Names]:
         """Map parameters to keys to the names of the tensors of one optimizer's state."""
-        names: dict[str, dict[str, str]] = {}
+        names: dict[str, Names] = {}
         prefix = f"optimizer/{optimizer}/"
         for name in self.tensors:
             if name.startswith(prefix):

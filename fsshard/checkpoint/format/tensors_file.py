@@ -23,6 +23,7 @@ from torch import Tensor
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 
 StrPath = str | os.PathLike[str]
+Shape = tuple[int, ...]
 
 MAX_SIZE = 1 << 63
 MAX_HEADER = 100_000_000  # bytes; safetensors has the same bound
@@ -88,7 +89,7 @@ class Item(NamedTuple):
 
     key: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     # The tensor, or a function that gives it when its turn has come: whole, or its elements in order, in parts.
     data: Tensor | Callable[[], Tensor | Iterable[Tensor]]
 
@@ -276,7 +277,7 @@ class TensorEntry(NamedTuple):
     """A tensor in a file; its bytes are ``[begin, end)`` of the file."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     begin: int
     end: int
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsshard.checkpoint.format.index import Tree
 from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.complex_params.pairs import laid, order_in_memory
 from fsshard.errors import CheckpointError
@@ -50,12 +51,12 @@ _FACTORIES: dict[str | None, Any] = {
     "set": set,
 }
 _KEYS = (bool, int, float, complex, str, bytes, np.generic)
-_MAPPINGS: dict[str, Any] = {
+_MAPPINGS: Tree = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "Counter": Counter,
 }
-_SEQUENCES: dict[str, Any] = {
+_SEQUENCES: Tree = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
@@ -192,7 +193,7 @@ def _has_plain_keys(mapping: Any) -> bool:
 
 def _of_libraries(value: Any, put: Put, path: str) -> Any:
     if isinstance(value, Tensor):
-        node: dict[str, Any] = {_KIND: "tensor", "v": put(path, value.detach())}
+        node: Tree = {_KIND: "tensor", "v": put(path, value.detach())}
         if value.layout is torch.strided and order_in_memory(value):
             node["order"] = order_in_memory(value)  # products round by it
         return node

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import Range
-from fsshard.checkpoint.format.index import some
+from fsshard.checkpoint.format.index import Tree, some
 from fsshard.checkpoint.format.tensors_file import Item, new_file, write
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import ConfigurationError
@@ -204,7 +204,7 @@ def _in_place(inner: nn.Module, whole: dict[str, Tensor]) -> Iterator[None]:
     try:
         for key, tensor in whole.items():
             owner, _, name = key.rpartition(".")
-            parameters: dict[str, Any] = inner.get_submodule(owner)._parameters
+            parameters: Tree = inner.get_submodule(owner)._parameters
             before.append((parameters, name, parameters.get(name)))
             parameters[name] = nn.Parameter(tensor, requires_grad=False)
         yield

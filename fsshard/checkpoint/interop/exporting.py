@@ -20,7 +20,7 @@ from torch import Tensor
 from fsshard.checkpoint import parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
-from fsshard.checkpoint.format.index import Index, Tree, Values, some
+from fsshard.checkpoint.format.index import Index, Names, Tree, Values, some
 from fsshard.checkpoint.format.object_store import refuse_url
 from fsshard.checkpoint.format.tensors_file import STORED, StrPath, new_file, write
 from fsshard.checkpoint.interop.adapters import PEFT_FILES, MergedReader, write_peft
@@ -406,9 +406,9 @@ def _numbered(state: Values, groups: Sequence[Tree]) -> dict[Any, Any]:
     return {numbers[name]: item for name, item in state.items()}
 
 
-def _once(index: Index, format: str) -> tuple[dict[str, str], dict[str, str]]:
+def _once(index: Index, format: str) -> tuple[Names, Names]:
     """Map keys to tensors with each tensor once, and further keys of it to the first one, as safetensors has ties."""
-    first_keys: dict[str, str] = {}
+    first_keys: Names = {}
     weights = {}
     tied = {}
     for key, tensor in index.model.keys.items():

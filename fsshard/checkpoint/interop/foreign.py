@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import RANK_FILE, Range
 from fsshard.checkpoint.format.index import INDEX_FILE
-from fsshard.checkpoint.format.tensors_file import StrPath, TensorsFile, open_regular, parse_json
+from fsshard.checkpoint.format.tensors_file import Shape, StrPath, TensorsFile, open_regular, parse_json
 from fsshard.checkpoint.interop.deepspeed import read_zero, zero_folder
 from fsshard.checkpoint.interop.pickles import UNPICKLING, needs_trust, stand_in
 from fsshard.errors import CheckpointError, CorruptCheckpoint
@@ -119,7 +119,7 @@ def unknown(path: Path) -> str:
 
 def awaited(
     dtype: torch.dtype,
-    shape: tuple[int, ...],
+    shape: Shape,
     read: Callable[[Range], Tensor],
 ) -> Tensor:
     """Return a tensor on the meta device for one that is read by and by."""

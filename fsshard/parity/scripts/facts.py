@@ -16,6 +16,7 @@ from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.nested import tensors
 from fsshard.parity.scripts.store import in_model
+from fsshard.parity.trace import Texts, Values
 from fsshard.parity.whole import prefix_of, user_names
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
@@ -85,7 +86,7 @@ def is_simulated(module: nn.Module) -> bool:
     return simulated([*module.parameters()])
 
 
-def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+def groups_of(optimizer: Any) -> list[Values]:
     """Return what an optimizer's groups say, such as learning rates, and its class."""
     groups = []
     for group in getattr(optimizer, "param_groups", ()):
@@ -178,7 +179,7 @@ def modules_of(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
             yield in_model(place, path).removesuffix("."), module
 
 
-def layers_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+def layers_of(modules: Mapping[str, nn.Module]) -> Texts:
     """Return by its path how each module without children prints: torch's with their settings, others by class."""
     layers = {}
     for path, module in modules.items():

@@ -29,7 +29,7 @@ from fsshard.parity.scripts.copies import copies_of
 from fsshard.parity.scripts.samples import asked, computed_by, samples_of
 from fsshard.parity.scripts.store import Model, Record, Samples, in_model
 from fsshard.parity.sketch import Sketch, digest, sketch, sketch_digest
-from fsshard.parity.trace import INITIAL, commit_in, environment
+from fsshard.parity.trace import INITIAL, Texts, Values, commit_in, environment
 from fsshard.parity.whole import Whole, prefix_of, steps_itself, whole_state, whole_tensors
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
@@ -89,7 +89,7 @@ class Notes:
     samples: list[tuple[Samples, Reference]] = field(default_factory=list)
     modes: Noted = field(default_factory=dict)  # of modules that were called
     outputs: Noted = field(default_factory=dict)  # dtypes, of the same
-    states: dict[str, str] = field(default_factory=dict)  # by parameter: whether there was one before the step
+    states: Texts = field(default_factory=dict)  # by parameter: whether there was one before the step
 
 
 class Recorder:
@@ -359,7 +359,7 @@ class Recorder:
     def _record(
         self,
         optimizer: Any,
-        groups: list[dict[str, Any]],
+        groups: list[Values],
         *,
         skipped: bool = False,
         scaler: Any = None,

@@ -14,11 +14,12 @@ from fsshard.checkpoint.format.tensors_file import dtype_name
 from fsshard.nested import is_array, leaves, tensors
 from fsshard.parity.scripts.store import Samples
 from fsshard.parity.sketch import digest, real_view
+from fsshard.recipes.recipe import Arguments
 
 Arrays = list[Tensor]
 
 
-def samples_of(positional: Sequence[Any], keywords: Mapping[str, Any], computed: str) -> Samples:
+def samples_of(positional: Sequence[Any], keywords: Arguments, computed: str) -> Samples:
     """Return digests of a forward's arguments: of all, and of the samples that lie along dim 0 of all tensors."""
     arrays = _arrays_in([positional, keywords])
     rows = _rows_of(arrays)
@@ -56,7 +57,7 @@ def _digests_of_rows(arrays: Arrays, rows: int) -> list[bytes]:
     return [hashlib.blake2b(row, digest_size=16).digest() for row in np.concatenate(parts, 1)]
 
 
-def _arguments(positional: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _arguments(positional: Sequence[Any], keywords: Arguments) -> Iterator[tuple[str, str]]:
     """Yield arguments with tensors by name or number, with their digests."""
     for number, argument in enumerate([*positional, keywords]):
         # What a batch holds by name counts as if it were handed over so.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsshard.errors import TraceError
 from fsshard.parity.plain import WrongField, plain, read_as
 from fsshard.parity.sketch import PROJECTIONS, Sketch, real_view
-from fsshard.parity.trace import Texts, read_sketch, sketch_as_list
+from fsshard.parity.trace import Texts, Values, read_sketch, sketch_as_list
 
 FORMAT = "fsshard script trace"
 VERSION = 1
@@ -64,7 +64,7 @@ class Record:
     step: int
     losses: list[float]  # what ``backward`` was called on, unless it has several elements
     samples: list[Samples]  # per forward
-    groups: list[dict[str, Any]]  # of the optimizers: such as the learning rate; what is not plain as a text
+    groups: list[Values]  # of the optimizers: such as the learning rate; what is not plain as a text
     skipped: bool  # a scaler left the step out
     models: list[Model] = field(default_factory=list)  # that are new since the record before
     # What parameters and modules are, by kind and name, as facts.py reads it; a file has the kinds that have changed.
@@ -112,7 +112,7 @@ def digest_alone(text: str) -> Sketch:
 
 def append(file: Path, what: Header | Record) -> None:
     """Append a line to a rank's file, which a header begins; FileExistsError if another process has begun it."""
-    content: dict[str, Any] = {"record": what}
+    content: Values = {"record": what}
     # What is there stays if the script dies.
     mode = "a"
     if isinstance(what, Header):
@@ -290,7 +290,7 @@ def _read_rank(file: Path) -> RankRecord:
     return RankRecord(header=header, models=models, steps=steps)
 
 
-def _read_header(line: dict[str, Any]) -> Header:
+def _read_header(line: Values) -> Header:
     if line.get("format") != FORMAT or line.get("version") != VERSION:
         raise WrongField("format", f"expected {FORMAT!r}, version {VERSION}; {_RECORD_AGAIN}")
     header: Header = read_as(Header, line.get("header"))

@@ -16,6 +16,7 @@ from fsshard.parallel.meshes import role_of
 from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.text import aligned, counted, duration, size, unit_of
 from fsshard.simulation.result import Estimate
+from fsshard.simulation.simulation import Settings
 from fsshard.simulation.tuning.search_space import Candidate
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Tried:
             return f"{self.offloaded} offloaded"
         return counted(self.recomputed, "block") if self.recomputed else "-"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Settings:
         """Return what JSON shows."""
         return {
             "settings": self.candidate.code(),
@@ -128,7 +129,7 @@ class TuneResult:
         return tuple(unbeaten[key] for key in sorted(unbeaten))
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """Keyword arguments of :func:`fsshard.wrap` that give the winner.
 
         Where ranks are arranged otherwise than in one row, it makes the mesh, and is collective. Over dimensions that

@@ -8,7 +8,7 @@ import functools
 import gc
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from fsshard.errors import FsshardError
 from fsshard.nested import tensors
 from fsshard.planning.plan import Plan, plan
 from fsshard.planning.policies import Checkpointing, Precision, is_container
-from fsshard.recipes.recipe import check_loss, mesh_text, seed_all
+from fsshard.recipes.recipe import Arguments, Sizes, check_loss, mesh_text, seed_all
 from fsshard.simulation.fakes import fake_ranks
-from fsshard.simulation.simulation import Job, batches_of, shared_fakes, under_backend
+from fsshard.simulation.simulation import Job, Settings, batches_of, shared_fakes, under_backend
 from fsshard.simulation.worker import errors_in_words
 from fsshard.torch_private.dispatch import TorchDispatchMode
 from fsshard.torch_private.tensors import LOCAL_TENSOR, storage_key
@@ -133,7 +133,7 @@ def _nbytes(parameter: Tensor) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def plan_of(job: Job, settings: dict[str, Any]) -> Plan | str:
+def plan_of(job: Job, settings: Settings) -> Plan | str:
     """Return what would be simulated with these settings; where they have no meaning, what is wrong with them."""
     with errors_in_words(job):
         # The memory of a real model must not stay taken.
@@ -278,8 +278,8 @@ class Candidate:
     """
 
     backend: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mapping[str, int] | None = None
+    settings: Arguments = field(default_factory=dict)
+    mesh: Sizes | None = None
 
     def changed(self, **settings: Any) -> Candidate:
         """Return it with some arguments replaced; ``...`` leaves one out."""
@@ -316,14 +316,14 @@ class Candidate:
         return statements
 
 
-def units(profile: ModelProfile) -> tuple[dict[str, Any], list[Any]]:
+def units(profile: ModelProfile) -> tuple[Settings, list[Any]]:
     """Return values of ``auto_wrap_policy``: those that are always tried, by name, and others, from coarse to fine.
 
     Where a size would pick modules that a step calls more than once, which would be gathered each time, the search
     takes the classes of the other ones instead. ``"transformer layers"`` are the units that torch's
     ``transformer_auto_wrap_policy`` gives for these classes.
     """
-    always: dict[str, Any] = {
+    always: Settings = {
         "auto": "auto",
         "one unit": None,
         "torch's size-based": size_based_auto_wrap_policy,

@@ -18,7 +18,7 @@ from fsshard.backends.facts import Tunable
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError
 from fsshard.planning.plan import Plan
 from fsshard.planning.text import is_count, size
-from fsshard.recipes.recipe import Recipe, resolve
+from fsshard.recipes.recipe import Arguments, Recipe, resolve
 from fsshard.simulation.estimating import (
     data_shape,
     estimate_of,
@@ -30,7 +30,7 @@ from fsshard.simulation.estimating import (
 )
 from fsshard.simulation.machine import Machine, machine_of
 from fsshard.simulation.result import Estimate
-from fsshard.simulation.simulation import Arguments, Job
+from fsshard.simulation.simulation import Job, Settings
 from fsshard.simulation.tuning.arrangements import arrangements
 from fsshard.simulation.tuning.result import Tried, TuneResult, best
 from fsshard.simulation.tuning.search_space import (
@@ -183,7 +183,7 @@ def tune(
     )
 
 
-def _fixed(recipe: Recipe, wanted: Arguments) -> dict[str, Any]:
+def _fixed(recipe: Recipe, wanted: Arguments) -> Settings:
     """Return the arguments of wrap() that are not searched; what is asked for wins over the recipe's settings."""
     fixed = {name: value for name, value in recipe.settings.items() if name not in PLAIN}
     if recipe.precision is not None:
@@ -313,7 +313,7 @@ class Search:
         candidate = replace(one.candidate, mesh=mesh)
         self._tell(candidate.code())
         if math.prod(shape) == self._asked["world_size"]:
-            changed: dict[str, Any] = {"device_mesh": shape}
+            changed: Settings = {"device_mesh": shape}
         else:
             sizes = whole_mesh(mesh, self._asked["source"], 1, None)
             changed = {"device_mesh": shape, "whole_mesh": sizes}
@@ -343,7 +343,7 @@ class Search:
         settings = leanest.candidate.settings
         divides = backend_class(backend, self.ranks).facts.divides
         # Each with other settings, and other arguments of the job.
-        ways: dict[str, tuple[Arguments, dict[str, Any]]] = {}
+        ways: dict[str, tuple[Arguments, Settings]] = {}
         if "mixed_precision" not in settings:
             ways["mixed_precision='bf16'"] = ({**settings, "mixed_precision": "bf16"}, {})
         if divides == "elements" and asked["device"] == "cuda" and not asked["cpu_offload"]:
