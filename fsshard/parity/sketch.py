@@ -153,7 +153,7 @@ def sketch(tensor: Tensor) -> Sketch:
     total, squares, largest = torch.zeros(3, dtype=torch.float64)
     projections = torch.zeros(PROJECTIONS, dtype=torch.float64)
     signs_in_chunk = _signs(1, CHUNK)
-    signs_of_chunks = _signs(-chunks, chunks).flip(1)
+    signs_of_chunks = _signs(2, chunks)
     for number, part in enumerate(flat.split(CHUNK)):
         if not len(part):
             # A tensor without elements.
@@ -220,32 +220,11 @@ def _bytes_of(part: Tensor) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _signs(start: int, count: int) -> Tensor:
-    """Return +1 and -1 for ``count`` places and every projection, by integer arithmetic: the same on every machine."""
-    places = torch.arange(start, start + count, dtype=torch.int64)
-    state = splitmix64(places * signed(0x9E3779B97F4A7C15))
-    bits = [(state >> number) & 1 for number in range(PROJECTIONS)]
-    return 1.0 - 2.0 * torch.stack(bits).double()
-
-
-def splitmix64(state: Tensor) -> Tensor:
-    """Scramble int64 numbers by the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
-    state = (state ^ shifted(state, 30)) * signed(0xBF58476D1CE4E5B9)
-    state = (state ^ shifted(state, 27)) * signed(0x94D049BB133111EB)
-    return state ^ shifted(state, 31)
-
-
-def signed(value: int) -> int:
-    """Return the int64 that has the bits of an unsigned number."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
-
-
-def shifted(value: Tensor, bits: int) -> Tensor:
-    """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
-    # The bits that come in.
-    mask = 2 ** (64 - bits) - 1
-    return torch.bitwise_and(value >> bits, mask)
+def _signs(seed: int, count: int) -> Tensor:
+    """Return +1 and -1 for each projection and ``count`` places, the same on every machine."""
+    # numpy promises that no release of it changes the numbers of RandomState.
+    bits = np.random.RandomState(seed).randint(0, 2, (PROJECTIONS, count))
+    return 1.0 - 2.0 * torch.from_numpy(bits).double()
 
 
 def apart(one: Sketch, other: Sketch) -> Iterator[float]:

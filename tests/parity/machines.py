@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib.metadata
 import itertools
-import math
 import re
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -35,7 +35,7 @@ import fsshard.parity
 from fsshard.errors import FsshardError, MissingExtra
 from fsshard.launching.pool import RankPool
 from fsshard.launching.pool_worker import environment_of
-from fsshard.parity.sketch import digest, shifted, signed, splitmix64
+from fsshard.parity.sketch import digest
 from fsshard.parity.trace import environment
 from fsshard.recipes.recipe import Recipe
 from tests.complex_params import training as complex_training
@@ -133,14 +133,9 @@ class Probe(NamedTuple):
 
 
 def uniform(name: str, *shape: int) -> Tensor:
-    """Return numbers in [-1, 1) from a name: the same bits on every machine, by integer arithmetic alone.
-
-    Counter mode of the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), of which 24 bits are kept, as many
-    as a float32 holds exactly.
-    """
-    state = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64) * signed(0x9E3779B97F4A7C15)
-    state += signed((zlib.crc32(name.encode()) << 32) | zlib.adler32(name.encode()))
-    return (shifted(splitmix64(state), 40).to(torch.float32) * 2.0**-23 - 1.0).reshape(shape)
+    """Return numbers in [-1, 1) from a name: the same bits on every machine, as numpy promises of RandomState."""
+    numbers = np.random.RandomState(zlib.crc32(name.encode())).random_sample(shape)
+    return torch.from_numpy(2 * numbers - 1).float()
 
 
 def probe() -> Probe:
