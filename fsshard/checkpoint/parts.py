@@ -982,38 +982,33 @@ def as_one(value: Any) -> Any:
     return value
 
 
+@dataclass(eq=False)
 class _Several:
     """Several objects with state, as one with the state of all: in a list, or by name."""
 
-    def __init__(
-        self,
-        members: Mapping[Any, Any],
-        *,
-        named: bool,
-    ) -> None:
-        self._members = members
-        self._named = named
+    members: Mapping[Any, Any]
+    named: bool
 
     def state_dict(self) -> Any:
         states = {}
-        for key, member in self._members.items():
+        for key, member in self.members.items():
             states[key] = member.state_dict()
-        if self._named:
+        if self.named:
             return states
         return list(states.values())
 
     def load_state_dict(self, state: Any) -> None:
         saved = None
-        if self._named and isinstance(state, Mapping):
+        if self.named and isinstance(state, Mapping):
             saved = dict(state)
-        elif not self._named and isinstance(state, (list, tuple)):
+        elif not self.named and isinstance(state, (list, tuple)):
             saved = dict(enumerate(state))
-        if saved is None or saved.keys() != self._members.keys():
-            expected = f"a list of {len(self._members)}"
-            if self._named:
-                expected = str(list(self._members))
+        if saved is None or saved.keys() != self.members.keys():
+            expected = f"a list of {len(self.members)}"
+            if self.named:
+                expected = str(list(self.members))
             raise ConfigurationError(f"{expected} was given, {_described(state)} was saved")
-        for key, member in self._members.items():
+        for key, member in self.members.items():
             member.load_state_dict(saved[key])
 
 

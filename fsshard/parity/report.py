@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -319,10 +320,8 @@ def _text_of(values: Arguments, key: str) -> str:
 
 def place_of(shape: Sequence[int], pairs: bool, index: tuple[int, ...]) -> int:
     """Return where an element begins in the real view of a tensor, whose numbers are pairs if it is complex."""
-    flat = 0
-    for size, place in zip(shape, index, strict=False):
-        flat = flat * size + place
-    return flat * (2 if pairs else 1)
+    flat = int(np.ravel_multi_index(index, tuple(shape))) if index else 0
+    return 2 * flat if pairs else flat
 
 
 # By the bytes of an element.

@@ -10,7 +10,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -322,19 +322,15 @@ def _in_one_process(spec: EngineSpec) -> bool:
     return backend_class(backend).facts.one_process
 
 
+@dataclass
 class _Runner:
-    """Runs jobs on a pool, and tells the progress over all of them; a run counts as one.
+    """Runs jobs on a pool, and tells the progress over all of them; a run counts as one."""
 
-    Attributes:
-        total: runs that are expected altogether.
-    """
-
-    def __init__(self, ranks: RankPool, timeout: float, progress: Progress | None) -> None:
-        self._ranks = ranks
-        self._timeout = timeout
-        self._progress = progress
-        self.total = 0
-        self._done = 0
+    ranks: RankPool
+    timeout: float
+    progress: Progress | None
+    total: int = 0  # runs that are expected altogether
+    done: int = 0
 
     def run(
         self,
@@ -359,19 +355,19 @@ class _Runner:
 
         def show(rank: int, part: float) -> None:
             # All ranks tell how far they are; one is enough.
-            if rank == 0 and self._progress is not None:
+            if rank == 0 and self.progress is not None:
                 total = float(self.total)
-                self._progress(min(self._done + min(part, 1.0), total), total, title)
+                self.progress(min(self.done + min(part, 1.0), total), total, title)
 
         show(0, 0.0)
         try:
-            results = self._ranks.run(function, count, job, *arguments, timeout=self._timeout, on_message=show)
+            results = self.ranks.run(function, count, job, *arguments, timeout=self.timeout, on_message=show)
         except RankFailed as error:
             if isinstance(error.cause, USERS_MISTAKES):
                 # The rank's traceback would tell the user nothing.
                 raise error.cause from None
             raise
-        self._done += 1
+        self.done += 1
         show(0, 0.0)
         return results
 
@@ -601,26 +597,20 @@ def _named(trace: Trace) -> str:
     return f"{trace.backend} on {ranks} with torch {torchs}, {where}"
 
 
+@dataclass
 class _Record:
     """A recorded training that all engines at one number of ranks are compared with."""
 
-    def __init__(
-        self,
-        runner: _Runner,
-        trace: Trace,
-        recipe: RecipeLike,
-        report: ParityReport,
-    ) -> None:
-        self.runner = runner
-        self._trace = trace
-        self._recipe = recipe
-        self._report = report
-        self._draws: dict[bool, list[list[RankTrace]]] = {}
-        self._checked = False
+    runner: _Runner
+    trace: Trace
+    recipe: RecipeLike
+    report: ParityReport
+    draws: dict[bool, list[list[RankTrace]]] = field(default_factory=dict)  # of one process, or of several
+    checked: bool = False
 
     def __call__(self, job: Job, text: str) -> Cell:
         """Run a job, and compare it with the record."""
-        before = self._trace
+        before = self.trace
         # Processes train on the batches of the recorded ones, or on the same samples, divided otherwise: one process
         # on the joined batches of all ranks.
         one_process = _in_one_process(job.engine)
@@ -628,11 +618,11 @@ class _Record:
         processes = 1 if one_process else job.world_size
         same = aligned and len(before.ranks) == processes
         job = replace(job, world_size=before.world_size, processes=0 if aligned else processes)
-        if not same and not self._checked:
+        if not same and not self.checked:
             self.runner.total += 1
             self.runner.run(check_samples_apart, replace(job, engine=Bare, processes=0), text="other ranks?")
-            self._checked = True
-        now = _observed(self.runner, job, self._recipe, before.detail, text or "against the record")
+            self.checked = True
+        now = _observed(self.runner, job, self.recipe, before.detail, text or "against the record")
         self._note_changes(now)
         may_round = freedom(before, now) if same else "everything"
         exactly = may_round == "nothing"
@@ -657,21 +647,21 @@ class _Record:
 
     def _drawn(self, job: Job, one_process: bool) -> list[list[RankTrace]]:
         """Return one training as it is, then each draw, as their ranks saw them; the same for all engines of a kind."""
-        if one_process not in self._draws:
+        if one_process not in self.draws:
             self.runner.total += 1
             if not one_process:
                 # Under any engine rounding grows alike.
                 job = replace(job, engine="ddp")
             ranks = self.runner.run(observe_perturbed, job, ORDERS, text="rounded otherwise")
-            self._draws[one_process] = list(map(list, zip(*ranks, strict=True)))
-        return self._draws[one_process]
+            self.draws[one_process] = list(map(list, zip(*ranks, strict=True)))
+        return self.draws[one_process]
 
     def _note_changes(self, now: Trace) -> None:
-        before = self._trace
+        before = self.trace
         texts = changes(before.environment, now.environment)
         texts += [f"recipe.{text}" for text in changes(before.recipe, now.recipe)]
         texts += changes({"commit": before.commit}, {"commit": now.commit})
-        _add_new(self._report.changes, texts)
+        _add_new(self.report.changes, texts)
 
 
 def _first_bits(cell: Cell, parameters: list[str]) -> str:

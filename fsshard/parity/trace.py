@@ -229,11 +229,8 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _file_digest(path: Path) -> str:
-    hasher = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(2**20):
-            hasher.update(part)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _as_json(trace: Trace) -> Values:

@@ -58,10 +58,7 @@ def _replicas_consist_of_shards(order: Sequence[str]) -> bool:
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for others in _factorisations(number // first, count - 1):
-                yield (first, *others)
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    for sizes in itertools.product(divisors, repeat=count):
+        if math.prod(sizes) == number:
+            yield sizes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -226,6 +226,7 @@ def _bytes(memory: Any) -> int | None:
     return nbytes
 
 
+@dataclass
 class Search:
     """A greedy search from usual plans to finer ones, with no chance in it.
 
@@ -233,43 +234,32 @@ class Search:
     not searched, ``machine`` is whose constants times are predicted by.
     """
 
-    def __init__(
-        self,
-        asked: Arguments,
-        simulator: Simulator,
-        fixed: Arguments,
-        machine: Machine,
-        limit: int | None = None,
-        progress: Callable[[int, str], None] | None = None,
-    ) -> None:
-        self._asked = asked
-        self._simulator = simulator
-        self._progress = progress
-        self.fixed = fixed
-        self._machine = machine
-        self._limit = limit
-        self.tried: list[Tried] = []  # in order
-        # Names of candidates that are always tried -> what they turned out to be.
-        self.aliases: dict[str, Tried] = {}
-        # Candidates that cannot be, and why.
-        self.failed: dict[str, str] = {}
-        # The first error of a simulation.
-        self.error: FsshardError | None = None
-        self._seen: dict[Any, Tried | None] = {}
-        self._plans: dict[tuple[str, ...], Plan | str] = {}
-        self._space = Tunable()  # of the backend that is searched, and whether it divides parameters
-        self._divides = False
+    asked: Arguments
+    simulator: Simulator
+    fixed: Arguments
+    machine: Machine
+    limit: int | None = None
+    progress: Callable[[int, str], None] | None = None
+    tried: list[Tried] = field(default_factory=list)  # in order
+    # Names of candidates that are always tried -> what they turned out to be.
+    aliases: dict[str, Tried] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # candidates that cannot be, and why
+    error: FsshardError | None = None  # the first one of a simulation
+    seen: dict[Any, Tried | None] = field(default_factory=dict)
+    plans: dict[tuple[str, ...], Plan | str] = field(default_factory=dict)
+    space: Tunable = field(default_factory=Tunable)  # of the backend that is searched
+    divides: bool = False  # whether that divides parameters
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks that share a unit."""
-        return mesh_shape(self._asked["device_mesh"], self._asked["world_size"])[-1]
+        return mesh_shape(self.asked["device_mesh"], self.asked["world_size"])[-1]
 
     def run(self, backends: list[str]) -> None:
         """Search under each backend."""
         self._tell("the model")
-        self.profile = self._simulator.ask(profile_of, self.job("none", {}, cpu_offload=False))
-        self._most = self._limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
+        self.profile = self.simulator.ask(profile_of, self.job("none", {}, cpu_offload=False))
+        self._most = self.limit or max(FEWEST, min(MOST, WORK // self.profile.operators))
         self.always, others = units(self.profile)
         if "auto_wrap_policy" in self.fixed:
             self.always = {"as given": self.fixed["auto_wrap_policy"]}
@@ -280,15 +270,15 @@ class Search:
             choices = recomputations(self.profile)
             self.again += choices
             # Real tensors of a simulation lie on the CPU, from which nothing can be offloaded.
-            if self._asked["device"] == "cuda" and not self._asked["real"]:
+            if self.asked["device"] == "cuda" and not self.asked["real"]:
                 self.again += offloadings(choices)
         for backend in backends:
             self._named = f"{backend}, " if len(backends) > 1 else ""
             facts = backend_class(backend, self.ranks).facts
-            self._space = facts.tunable
-            self._divides = facts.divides == "elements"
+            self.space = facts.tunable
+            self.divides = facts.divides == "elements"
             start = Candidate(backend=backend, settings=self.fixed)
-            if self._divides:
+            if self.divides:
                 self._sharded(start)
             else:
                 self._replicated(start)
@@ -307,15 +297,15 @@ class Search:
 
     def _rearranged(self, one: Tried, mesh: dict[str, int]) -> None:
         shape = data_shape(mesh)
-        if shape[-1] == self._asked["world_size"]:
+        if shape[-1] == self.asked["world_size"]:
             # That is one row, as before.
             return
         candidate = replace(one.candidate, mesh=mesh)
         self._tell(candidate.code())
-        if math.prod(shape) == self._asked["world_size"]:
+        if math.prod(shape) == self.asked["world_size"]:
             changed: Settings = {"device_mesh": shape}
         else:
-            sizes = whole_mesh(mesh, self._asked["source"], 1, None)
+            sizes = whole_mesh(mesh, self.asked["source"], 1, None)
             changed = {"device_mesh": shape, "whole_mesh": sizes}
         try:
             estimate = self._estimate(candidate.backend, candidate.settings, **changed)
@@ -330,7 +320,7 @@ class Search:
 
     def job(self, backend: Any, settings: Arguments, **changed: Any) -> Job:
         """Return one simulation, checked, with some arguments changed."""
-        asked = {**self._asked, **changed}
+        asked = {**self.asked, **changed}
         if "mixed_precision" in settings:
             asked["changes"] = {**asked["changes"], "precision": settings["mixed_precision"]}
         others = {name: value for name, value in settings.items() if name not in ("mixed_precision", "cpu_offload")}
@@ -338,7 +328,7 @@ class Search:
 
     def ways_down(self, leanest: Tried, bound: int) -> Iterator[tuple[str, int]]:
         """Yield what lowers the peak, and to how many bytes: more ranks until they do, a narrower dtype, offloading."""
-        asked = self._asked
+        asked = self.asked
         backend = leanest.candidate.backend
         settings = leanest.candidate.settings
         divides = backend_class(backend, self.ranks).facts.divides
@@ -368,18 +358,18 @@ class Search:
 
     def _estimate(self, backend: str, settings: Arguments, **changed: Any) -> Estimate:
         job = self.job(backend, settings, **changed)
-        measured = self._simulator.ask(run_job, job)
-        asked = {**self._asked, **changed}
-        return estimate_of(asked["world_size"], job, measured, self._machine)
+        measured = self.simulator.ask(run_job, job)
+        asked = {**self.asked, **changed}
+        return estimate_of(asked["world_size"], job, measured, self.machine)
 
     def _tell(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress(len(self.tried), text)
+        if self.progress is not None:
+            self.progress(len(self.tried), text)
 
     def _replicated(self, start: Candidate) -> None:
         # Units mean nothing there: buckets and recomputation are left.
         candidates = {"default": start}
-        for name, options in self._space.variants.items():
+        for name, options in self.space.variants.items():
             if not options.keys() & start.settings.keys():
                 candidates[name] = start.changed(**options)
         usual = [self._consider(candidate, name) for name, candidate in candidates.items()]
@@ -394,13 +384,13 @@ class Search:
             usual += self._try([start.changed(auto_wrap_policy=policy)], name)
         if not usual:
             return
-        joining = self._space.joining
+        joining = self.space.joining
         joined = {}
         if joining is not None and joining.option not in self.fixed:
             # Small units travel together then.
             joined[joining.option] = joining.value
         # On the CPU wrap() joins small units by itself.
-        if joined and self._asked["device"] == "cpu" and self.ranks > 1:
+        if joined and self.asked["device"] == "cpu" and self.ranks > 1:
             for name in ("auto", "as given"):
                 if name in self.always:
                     candidate = start.changed(auto_wrap_policy=self.always[name], **joined)
@@ -413,7 +403,7 @@ class Search:
         recomputed = leanest.candidate.settings.get("activation_checkpointing")
         bases = [one.candidate for one in (*usual, leanest)]
         candidates = list(self._with(bases, recomputed))
-        kept = self._space.kept_gathered
+        kept = self.space.kept_gathered
         if kept and not {*kept, "sharding_strategy"} & self.fixed.keys():
             self._try([candidate.changed(**kept) for candidate in candidates])
         self._try(candidates)
@@ -469,10 +459,10 @@ class Search:
         """Return the plan of these units and recomputed blocks, or what is wrong with them."""
         settings = {"auto_wrap_policy": policy, "activation_checkpointing": recomputed}
         key = tuple(code_of(name, value) for name, value in settings.items())
-        if key not in self._plans:
+        if key not in self.plans:
             job = self.job("none", {}, cpu_offload=False)
-            self._plans[key] = self._simulator.ask(plan_of, job, settings)
-        return self._plans[key]
+            self.plans[key] = self.simulator.ask(plan_of, job, settings)
+        return self.plans[key]
 
     def _count(self, policy: Any) -> int:
         planned = self._planned(policy)
@@ -485,19 +475,19 @@ class Search:
         if isinstance(planned, str):
             self.failed[candidate.code()] = planned
             return None
-        joining = self._space.joining
+        joining = self.space.joining
         if joining is not None and joining.option not in settings:
             # What is simulated must not depend on what wrap() does by itself.
             candidate = candidate.changed(**{joining.option: 0})
         key = self._key(candidate, planned)
         # A plan that differs in words alone is not simulated again.
-        if key not in self._seen:
+        if key not in self.seen:
             if not name and len(self.tried) >= self._most:
                 return None
             if not name and "auto_wrap_policy" in settings and not self.profile.gathered_once(planned):
                 return None
-            self._seen[key] = self._simulated(candidate, name, planned)
-        one = self._seen[key]
+            self.seen[key] = self._simulated(candidate, name, planned)
+        one = self.seen[key]
         if name and one is not None:
             self.aliases[f"{self._named}{name}"] = one
         return one
@@ -508,15 +498,15 @@ class Search:
         options.pop("auto_wrap_policy", None)
         options.pop("activation_checkpointing", None)
         groups = []
-        if self._divides:
+        if self.divides:
             groups = sorted(unit.name for unit in planned.units)
-        joining = self._space.joining
+        joining = self.space.joining
         if joining is not None:
             options.pop(joining.option, None)
             groups = sorted(joining.travelling(planned, candidate.settings[joining.option], self.ranks))
-        if self._space.root_stays and len(groups) == 1:
+        if self.space.root_stays and len(groups) == 1:
             # Whether the only unit is kept gathered then makes no difference.
-            for name, value in self._space.kept_gathered.items():
+            for name, value in self.space.kept_gathered.items():
                 if options.get(name) == code_of(name, value):
                     del options[name]
         choice = candidate.settings.get("activation_checkpointing")
@@ -540,7 +530,7 @@ class Search:
             self.failed[candidate.code()] = str(error)
             self.error = self.error or error
             return None
-        joining = self._space.joining
+        joining = self.space.joining
         if joining is not None and joining.option not in self.fixed:
             apart = joining.travelling(planned, 0, self.ranks)
             joined = joining.travelling(planned, joining.value, self.ranks)
