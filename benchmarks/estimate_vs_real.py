@@ -146,7 +146,7 @@ def row(name: str, estimated: Estimate, ran: list[tuple[Measured, int]]) -> tupl
     heaviest = max((measured for measured, _ in ran), key=lambda measured: measured.usage.peak)
     peak, (least, most) = heaviest.usage.peak, estimated.interval
     off = estimated.peak / peak - 1
-    payloads = {traffic.kind: traffic.nbytes for traffic in heaviest.usage.traffic}
+    payloads = {traffic.kind: traffic.nbytes for traffic in heaviest.usage.collectives}
     claimed = {traffic.kind: traffic.nbytes for traffic in estimated.collectives}
     bytes_off = max(abs(claimed.get(kind, 0) / nbytes - 1) for kind, nbytes in payloads.items())
     inside = abs(off) <= PEAK or least <= peak <= most

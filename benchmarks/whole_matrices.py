@@ -73,7 +73,7 @@ def work(ctx: fsshard.Context, width: int, rounds: int) -> list[dict[str, float]
         model(batch).square().mean().backward()
         with Tracker() as tracker:
             optimizer.step()
-        traffic = tracker.usage().traffic
+        traffic = tracker.usage().collectives
         found.append({"collectives": sum(t.count for t in traffic), "peak": peak})
         # What a rank sends on average, of all ranks together.
         found[-1]["bytes"] = ctx.world_size * sum(t.sent for t in traffic)

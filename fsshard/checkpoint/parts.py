@@ -931,22 +931,15 @@ def check_places(scheduler: Any, scaler: Any, call: str) -> None:
     Raises:
         ConfigurationError: names the keyword to use.
     """
-    keywords = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", EMA: "ema"}
+    keywords = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", EMA: "ema", int: "step"}
     for place, value in (("scheduler", scheduler), ("scaler", scaler)):
         if value is None:
             continue
-        keyword = place
-        for kind, name in keywords.items():
-            if isinstance(value, kind):
-                keyword = name
-                break
-        if keyword == place and hasattr(as_one(value), "state_dict"):
+        # A number is most often that of the step.
+        keyword = next((name for kind, name in keywords.items() if isinstance(value, kind)), "NAME")
+        if keyword in (place, "NAME") and hasattr(as_one(value), "state_dict"):
             continue
-        shown = "..."
-        if isinstance(value, int):
-            shown = str(value)
-        if keyword == place:  # a number is most often that of the step
-            keyword = "step" if isinstance(value, int) else "NAME"
+        shown = value if keyword == "step" else "..."
         raise ConfigurationError(
             f"{call}: expected something with state_dict() in the place of {place}, or None, got a "
             f"{type(value).__name__}; pass it by name: {keyword}={shown}"

@@ -378,9 +378,10 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         shard = -(-plan.nbytes // job.mesh[-1])
         work = replace(work, shards=shard * recipe.accumulate)
     circumstances = _circumstances(job, recipe, measured)
-    bounds = _as_sent(bounds_of(plan, backend.facts.divides, circumstances), usage.traffic)
+    bounds = _as_sent(bounds_of(plan, backend.facts.divides, circumstances), usage.collectives)
     late = sum(measured.in_flight[:THREADS]) if job.world_size > 1 else 0
     return Estimate(
+        **vars(replace(usage, work=work)),
         name=recipe.name,
         backend=job.backend,
         world_size=world_size,
@@ -390,16 +391,9 @@ def estimate_of(world_size: int, job: Job, measured: Measured, machine: Machine)
         optimizer=measured.optimizer,
         parameters=plan.nbytes,
         units=len(plan.units),
-        peak=usage.peak,
         interval=(usage.peak, usage.peak + late),
-        by_kind=usage.by_kind,
-        highest=usage.highest,
-        phases=usage.phases,
-        moment=usage.moment,
-        collectives=usage.traffic,
-        work=work,
         machine=machine.name,
-        terms=machine.terms(work, usage.traffic),
+        terms=machine.terms(work, usage.collectives),
         samples=measured.samples * job.world_size,
         best_seconds=machine.best_seconds({dtype: PASSES * count for dtype, count in work.forward.items()}),
         bounds=bounds,

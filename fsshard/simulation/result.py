@@ -14,9 +14,7 @@ from fsshard.backends.registry import REFERENCE
 from fsshard.pictures import check_picture, save_picture, style_axes
 from fsshard.planning.bounds import Bounds
 from fsshard.planning.text import aligned, counted, duration, ratio, size, unit_of
-from fsshard.simulation.collectives import Traffic
-from fsshard.simulation.tracking import KINDS, Moment
-from fsshard.simulation.work import Amounts, Work
+from fsshard.simulation.tracking import KINDS, Usage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
+class Estimate(Usage):
     """The result of :func:`fsshard.estimate`: memory and traffic of one training step, of the rank that needs most.
 
     All sizes are in bytes.
@@ -46,6 +44,7 @@ class Estimate:
             activations, temporaries.
         highest: per kind the most bytes alive at the same time, whenever that was.
         phases: the peaks of forward, backward and step.
+        saved: the most bytes of activations that a forward left to its backward.
         moment: when the peak is: phase, module, operator.
         collectives: number and payload per step by kind.
         work: what the rank computes per step.
@@ -67,14 +66,7 @@ class Estimate:
     optimizer: str
     parameters: int
     units: int
-    peak: int
     interval: tuple[int, int]
-    by_kind: Amounts
-    highest: Amounts
-    phases: Amounts
-    moment: Moment
-    collectives: tuple[Traffic, ...]
-    work: Work
     machine: str
     terms: Mapping[str, float]
     samples: int

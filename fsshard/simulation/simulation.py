@@ -376,7 +376,7 @@ def _run_steps(
     settings = [f"{key}={group[key]}" for key in ("foreach", "fused", "capturable") if group.get(key)]
     return Measured(
         rank=rank,
-        usage=replace(highest, traffic=last.traffic, work=work),
+        usage=replace(highest, collectives=last.collectives, work=work),
         state_ratio=_state_ratio(trained),
         in_flight=_in_flight(trained, tracker),
         plan=plan,

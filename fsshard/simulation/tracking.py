@@ -62,7 +62,7 @@ class Moment:
         return f"{self.phase}{where}, {self.operation}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Usage:
     """The bytes that a tracker has seen on this rank since its last reset."""
 
@@ -72,7 +72,7 @@ class Usage:
     phases: Amounts  # per phase the most alive at once
     saved: int  # the most bytes of activations that a forward left to its backward
     moment: Moment  # when the peak was
-    traffic: tuple[Traffic, ...]
+    collectives: tuple[Traffic, ...]  # by kind
     work: Work
 
 
@@ -212,7 +212,7 @@ class Tracker(TorchDispatchMode):
             phases=phases,
             saved=max(saved, default=0),
             moment=moment,
-            traffic=traffic_of(self.collectives),
+            collectives=traffic_of(self.collectives),
             work=self.work.work(),
         )
 

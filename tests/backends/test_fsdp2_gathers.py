@@ -194,7 +194,9 @@ def test_a_model_of_one_unit_is_there_once_in_forward() -> None:
     assert before.moment.phase == "forward"
     assert before.by_kind["gathered units"] == pytest.approx(2 * unit, rel=0.02)
     assert after.moment.phase != "forward" and after.peak < before.peak
-    assert [(t.kind, t.count, t.nbytes) for t in after.traffic] == [(t.kind, t.count, t.nbytes) for t in before.traffic]
+    assert [(t.kind, t.count, t.nbytes) for t in after.collectives] == [
+        (t.kind, t.count, t.nbytes) for t in before.collectives
+    ]
 
 
 def _wide() -> nn.Module:

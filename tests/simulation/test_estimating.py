@@ -96,8 +96,8 @@ def check(ranks: Any, job: Job, simulated: Any = None) -> None:
         assert (mine.moment.phase, mine.moment.module) == (real.moment.phase, real.moment.module)
     for kind, nbytes in real.by_kind.items():
         assert mine.by_kind[kind] == pytest.approx(nbytes, abs=PEAK * real.peak + late), kind
-    assert [(t.kind, t.count) for t in mine.traffic] == [(t.kind, t.count) for t in real.traffic]
-    for one, other in zip(mine.traffic, real.traffic, strict=True):
+    assert [(t.kind, t.count) for t in mine.collectives] == [(t.kind, t.count) for t in real.collectives]
+    for one, other in zip(mine.collectives, real.collectives, strict=True):
         assert one.nbytes == pytest.approx(other.nbytes, rel=BYTES)
     assert simulated.plan == heaviest.plan
 
@@ -106,8 +106,8 @@ def check_sent(ranks: Any, job: Job) -> None:
     """Compare bytes sent and bytes held; for models so small the peak is a matter of when gloo's threads let go."""
     mine = simulate(job)
     real = ranks.run(real_run, job.ranks, job, timeout=120)[mine.rank]
-    assert [(t.kind, t.count, t.nbytes) for t in mine.usage.traffic] == [
-        (t.kind, t.count, t.nbytes) for t in real.usage.traffic
+    assert [(t.kind, t.count, t.nbytes) for t in mine.usage.collectives] == [
+        (t.kind, t.count, t.nbytes) for t in real.usage.collectives
     ]
     assert mine.plan == real.plan and mine.state_ratio == real.state_ratio
 
@@ -149,8 +149,8 @@ def test_optimizers_over_whole_matrices_are_as_simulated(ranks: Any, backend: st
     job = Job(source=net(build=matrices), changes=changes, backend=backend, mesh=(2,))
     check(ranks, job)
     plain = simulate(dataclasses.replace(job, changes={}))
-    more = {t.kind: t.count for t in simulate(job).usage.traffic}
-    less = {t.kind: t.count for t in plain.usage.traffic}
+    more = {t.kind: t.count for t in simulate(job).usage.collectives}
+    less = {t.kind: t.count for t in plain.usage.collectives}
     assert more.get("all_to_all", 0) == less.get("all_to_all", 0) + 2
 
 
@@ -165,7 +165,7 @@ def test_an_average_of_the_weights_is_as_simulated(ranks: Any, backend: str) -> 
     share = 1.0 if backend == "ddp" else 0.5
     assert more == pytest.approx(share * plain.plan.nbytes, rel=0.1)
     assert simulated.usage.work.operators > plain.usage.work.operators
-    assert simulated.usage.traffic == plain.usage.traffic
+    assert simulated.usage.collectives == plain.usage.collectives
 
 
 def test_units_that_fsdp_keeps_gathered_are_as_simulated(ranks: Any) -> None:
@@ -197,7 +197,8 @@ def test_an_operator_on_slabs_is_as_simulated_on_real_tensors(ranks: Any) -> Non
     job = Job(source="examples.mesh_recipes:fno", changes={}, backend="fsdp2", mesh=(2,), whole_mesh=mesh, real=True)
     check_sent(ranks, job)
     real, fake = (
-        {one.kind: one for one in simulate(each).usage.traffic} for each in (job, dataclasses.replace(job, real=False))
+        {one.kind: one for one in simulate(each).usage.collectives}
+        for each in (job, dataclasses.replace(job, real=False))
     )
     assert fake["all_to_all"] == real["all_to_all"] and fake.keys() == real.keys() - {"all_gather"}
 
@@ -430,7 +431,7 @@ def test_what_cannot_be_sent_or_simulated_is_told() -> None:
 def test_one_step_after_the_state_is_made_is_as_the_second_of_two(backend: str) -> None:
     job = Job(source=net(), changes={}, backend=backend, mesh=(4,))
     made, two = simulate(job), simulate(dataclasses.replace(job, real=True))
-    assert made.usage.traffic == two.usage.traffic and made.state_ratio == two.state_ratio
+    assert made.usage.collectives == two.usage.collectives and made.state_ratio == two.state_ratio
     assert made.usage.peak == pytest.approx(two.usage.peak, abs=64)  # the ranks' small facts, which fakes keep apart
     assert made.usage.moment == two.usage.moment
 
@@ -494,7 +495,7 @@ def test_what_stands_for_many_ranks_is_as_one_call_for_each(monkeypatch: pytest.
     at_once = simulate(job)
     monkeypatch.setattr(fsdp2, "MANY_RANKS", 24)
     each = simulate(job)
-    assert at_once.usage.traffic == each.usage.traffic
+    assert at_once.usage.collectives == each.usage.collectives
     assert (at_once.usage.peak, at_once.usage.by_kind) == (each.usage.peak, each.usage.by_kind)
 
 

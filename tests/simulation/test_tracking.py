@@ -48,7 +48,7 @@ def test_each_kind_is_counted_to_the_byte() -> None:
     assert usage.highest["buffers"] == BUFFERS
     assert usage.highest["inputs"] == 4 * 8 * 16
     assert saved <= usage.saved <= saved + 8  # and the loss, and its gradient
-    assert usage.highest["gathered units"] == 0 and usage.traffic == ()
+    assert usage.highest["gathered units"] == 0 and usage.collectives == ()
 
 
 def test_the_kinds_at_the_peak_add_up_to_it() -> None:

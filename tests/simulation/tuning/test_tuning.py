@@ -51,7 +51,7 @@ def test_what_wrap_does_by_itself_over_gloo_is_always_tried(monkeypatch: pytest.
     given = {"auto_wrap_policy": {Block}, "activation_checkpointing": False}
     tuned = fsshard.tune(RECIPE, world_size=4, backend="fsdp2", memory="1GiB", limit=1, **given)
     by_itself = simulated({"backend": "fsdp2", "auto_wrap_policy": {Block}})
-    assert tuned.aliases["as given, small ones joined"].estimate.collectives == by_itself.usage.traffic
+    assert tuned.aliases["as given, small ones joined"].estimate.collectives == by_itself.usage.collectives
     assert tuned.winner.collectives < tuned.aliases["as given"].collectives
 
 
@@ -95,7 +95,7 @@ def test_the_code_gives_the_winner(found: TuneResult, monkeypatch: pytest.Monkey
         exec(dataclasses.replace(found, winner=one).code(), {"model": None})
         again = simulated(given)
         assert again.usage.peak == one.estimate.peak and again.usage.by_kind == one.estimate.by_kind
-        assert again.usage.traffic == one.estimate.collectives and len(again.plan.recomputed) == one.recomputed
+        assert again.usage.collectives == one.estimate.collectives and len(again.plan.recomputed) == one.recomputed
 
 
 def test_merging_is_chosen_where_it_means_something(found: TuneResult) -> None:
