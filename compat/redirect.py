@@ -47,7 +47,6 @@ def install_serving(served: str) -> None:
     sys.meta_path.insert(0, Redirect(served))
     os.environ[REDIRECT] = f"{served}@{sys.prefix}"
     _set_python_path(FOLDER, *python_path())
-    report.watch_imports()
 
 
 def uninstall() -> None:
@@ -60,7 +59,6 @@ def uninstall() -> None:
     os.environ.pop(REDIRECT, None)
     if TRACE not in os.environ:
         _set_python_path(*python_path())
-    report.stop_watching()
     for name in _fairscale_modules():
         del sys.modules[name]
 

@@ -8,8 +8,6 @@ reads them all.
 from __future__ import annotations
 
 import atexit
-import builtins
-import functools
 import json
 import os
 import shutil
@@ -17,10 +15,9 @@ import sys
 import tempfile
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .not_served import steps
 
@@ -28,7 +25,7 @@ FOLDER = "FSSHARD_REPORT"  # in the environment of a reported run
 
 
 class Note(NamedTuple):
-    """``kind`` is ``"import"`` (``detail``: by whom), ``"module"`` (from where) or ``"call"`` (by which engine)."""
+    """``kind`` is ``"module"`` (``detail``: from where) or ``"call"`` (by which engine)."""
 
     kind: str
     name: str
@@ -99,11 +96,7 @@ def text(notes_of_run: Iterable[Note]) -> str:
     if not notes_of_run:
         return "fsshard.compat: this run used nothing of FairScale"
     lines = ["fsshard.compat: what this run used of FairScale"]
-    for kind, title, verb in (
-        ("import", "imported", "by"),
-        ("call", "called", "served by"),
-        ("module", "modules", "from"),
-    ):
+    for kind, title, verb in (("call", "called", "served by"), ("module", "modules", "from")):
         rows = defaultdict(list)
         for note in notes_of_run:
             if note.kind == kind:
@@ -111,7 +104,7 @@ def text(notes_of_run: Iterable[Note]) -> str:
         width = max(map(len, rows), default=0)
         lines += [f"  {title}:"] * bool(rows)
         lines += [f"    {name:<{width}}  {verb} {', '.join(details)}" for name, details in rows.items()]
-    ways_out = steps(note.name for note in notes_of_run if note.kind != "module")
+    ways_out = steps(note.name for note in notes_of_run)
     lines += ["  to leave FairScale, write:"] * bool(ways_out)
     for names, instead in ways_out:
         lines.append(f"    instead of {', '.join(names)}:")
@@ -119,33 +112,3 @@ def text(notes_of_run: Iterable[Note]) -> str:
         advice = textwrap.wrap(instead.advice, 100, break_on_hyphens=False)
         lines += [*(f"        # {part}" for part in advice), *(f"        {line}" for line in instead.lines.split("\n"))]
     return "\n".join(lines)
-
-
-def watch_imports() -> None:
-    """Note every ``import`` of FairScale from here on, and by whom, in a reported run."""
-    if FOLDER not in os.environ or hasattr(builtins.__import__, "fsshards_original"):
-        return
-    original: Any = builtins.__import__
-
-    @functools.wraps(original)
-    def noted(
-        name: str,
-        globals: Mapping[str, object] | None = None,
-        locals: Mapping[str, object] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> ModuleType:
-        module: ModuleType = original(name, globals, locals, fromlist, level)
-        if level == 0 and name.partition(".")[0] == "fairscale":
-            who = str((globals or {}).get("__name__", "?"))
-            for each in [f"{name}.{part}" for part in fromlist] if fromlist else [name]:
-                _note(Note("import", each, "__main__" if who == "__mp_main__" else who))
-        return module
-
-    noted.fsshards_original = original  # type: ignore[attr-defined]
-    builtins.__import__ = noted
-
-
-def stop_watching() -> None:
-    """Undo :func:`watch_imports`."""
-    builtins.__import__ = getattr(builtins.__import__, "fsshards_original", builtins.__import__)

@@ -134,16 +134,11 @@ def test_the_report_is_printed_once_and_has_what_children_did(world: World, tmp_
     lines = done.stderr.splitlines()
     rows = [line.split() for line in lines]
     assert lines[0] == "fsshard.compat: what this run used of FairScale"
-    assert ["fairscale.optim.oss.OSS", "by", "__main__"] in rows
-    assert ["fairscale.nn.wrap.auto_wrap", "by", "__main__"] in rows  # inside of a function, in a child
-    assert ["fairscale.nn.checkpoint", "by", "__main__"] in rows
     assert rows.count(["fairscale.optim.oss.OSS", "served", "by", "a", "stand-in"]) == 1
     assert ["fairscale", "from", "standin"] in rows
     assert lines.count("  to leave FairScale, write:") == 1
-    assert sum(line == "    instead of auto_wrap, OSS:" for line in lines) == 1  # one call of wrap for both
+    assert lines.count("    instead of OSS:") == 1
     assert any("fsshard.wrap(model, optimizer" in line for line in lines)
-    assert "checkpoint_blocks(model, lambda module: module is layer)" in done.stderr
-    assert "use_reentrant=False updates BatchNorm statistics" in done.stderr
     assert list(tmp_path.glob("fsshard-report-*")) == []
 
 
@@ -157,24 +152,21 @@ def test_other_ranks_and_inner_runs_print_no_report(world: World) -> None:
     assert world.run(*COMPAT, "alone.py").stderr == ""
     assert world.run(*COMPAT, "--report", "alone.py", RANK="0").stderr.count("what this run used") == 1
     outer = world.run(*COMPAT, "--report", "outer.py").stderr
-    assert outer.count("what this run used") == 1 and "fairscale.nn" in outer
+    assert outer.count("what this run used") == 1 and "fairscale  from" in outer
 
 
 def test_the_report_as_text() -> None:
     assert report.text([]) == "fsshard.compat: this run used nothing of FairScale"
     found = [
         Note("call", "fairscale.nn.checkpoint.checkpoint_utils.patch_batchnorm", "an engine"),
-        Note("import", "fairscale.nn.Pipe", "__main__"),
-        Note("import", "fairscale.nn.Pipe", "their.library"),
-        Note("import", "fairscale.nn.wrap.no_such", "__main__"),
+        Note("module", "fairscale.nn.pipe", "the real FairScale"),
     ]
     assert report.text(found).splitlines() == [
         "fsshard.compat: what this run used of FairScale",
-        "  imported:",
-        "    fairscale.nn.Pipe          by __main__, their.library",
-        "    fairscale.nn.wrap.no_such  by __main__",
         "  called:",
         "    fairscale.nn.checkpoint.checkpoint_utils.patch_batchnorm  served by an engine",
+        "  modules:",
+        "    fairscale.nn.pipe  from the real FairScale",
         "  to leave FairScale, write:",
         "    instead of patch_batchnorm:",
         "        # torch has nothing like it; import it from fsshard.compat",

@@ -90,7 +90,7 @@ CASES = {
             "fairscale.nn.wrap.wrap": "fsshard",
             "fairscale.optim.grad_scaler.ShardedGradScaler": None,
         },
-        ["wrap, enable_wrap, FullyShardedDataParallel", "ShardedGradScaler"],
+        ["wrap, FullyShardedDataParallel", "ShardedGradScaler"],
     ),
 }
 
