@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Exit, Option
 
 from fsshard.cli import options, output
 from fsshard.cli.options import DEFAULT_BACKENDS, Json, Progress, Quiet
@@ -22,41 +22,39 @@ SWEEP = tuple(4**power for power in range(7))
 
 Recipe = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RECIPE",
         help="A built-in recipe such as tfno, or module:attribute, importable from the current folder.",
     ),
 ]
-MixedPrecision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; the recipe's by default.")]
-Target = Annotated[str, typer.Option(help="Device to estimate for: cpu or cuda.")]
+MixedPrecision = Annotated[str | None, Option(help="fp32, bf16 or fp16; the recipe's by default.")]
+Target = Annotated[str, Option(help="Device to estimate for: cpu or cuda.")]
 Machine = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="NAME_OR_FILE",
         help="Machine whose constants predict the time: cpu, a100, h100, h200, or a file that fsshard doctor --measure "
         "wrote; h100 for cuda by default, else cpu.",
     ),
 ]
-Real = Annotated[bool, typer.Option("--real", help="Run on real tensors, as one rank, instead of simulating.")]
+Real = Annotated[bool, Option("--real", help="Run on real tensors, as one rank, instead of simulating.")]
 
 
 def top(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,  # app.main() does
+    context: Context,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,  # app.main() does
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
-        raise typer.Exit(output.BAD_INPUT)
+        raise Exit(output.BAD_INPUT)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
 def inspect(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints.")
-    ],
-    verify: Annotated[bool, typer.Option("--verify", help="Compare checksums too, which reads every byte.")] = False,
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints.")],
+    verify: Annotated[bool, Option("--verify", help="Compare checksums too, which reads every byte.")] = False,
     json_file: Json = None,
     progress: Progress = None,
 ) -> None:
@@ -74,24 +72,22 @@ def inspect(
     if json_file is not None:
         output.write_json(json_file, inspection.to_json())
     print("\n".join(inspection.render()), file=output.text_stream(json_file))
-    raise typer.Exit(output.exit_code(inspection.ok))
+    raise Exit(output.exit_code(inspection.ok))
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; a directory for hf and dcp.")],
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="A checkpoint.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="File to write; a directory for hf and dcp.")],
     format: Annotated[
-        str | None, typer.Option(help="safetensors, torch, dcp or hf; by default from the suffix of FILE.")
+        str | None, Option(help="safetensors, torch, dcp or hf; by default from the suffix of FILE.")
     ] = None,
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Write the optimizer's state, too (torch and dcp).")
-    ] = False,
-    model: Annotated[str | None, typer.Option(help="Model to write, if the checkpoint has several.")] = None,
+    optimizer: Annotated[bool, Option("--optimizer", help="Write the optimizer's state, too (torch and dcp).")] = False,
+    model: Annotated[str | None, Option(help="Model to write, if the checkpoint has several.")] = None,
     max_shard_bytes: Annotated[
-        int, typer.Option(min=1, help="Split larger models into several safetensors files.")
+        int, Option(min=1, help="Split larger models into several safetensors files.")
     ] = 5_000_000_000,
-    config: Annotated[Path | None, typer.Option(help="A config.json, for hf.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    config: Annotated[Path | None, Option(help="A config.json, for hf.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Export the weights of CHECKPOINT to FILE, unsharded and under their original names, for other programs."""
     from fsshard.checkpoint.interop.exporting import export as write
@@ -113,20 +109,18 @@ def export(
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="SOURCE",
             help="A safetensors or .pt file, or a Hugging Face, DCP, DeepSpeed or neuraloperator directory.",
         ),
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DESTINATION", help="Checkpoint to write.")],
+    destination: Annotated[Path, Argument(metavar="DESTINATION", help="Checkpoint to write.")],
     trust_pickle: Annotated[
         bool,
-        typer.Option(
-            "--trust-pickle", help="Unpickle SOURCE, which runs the code in it: only if you trust its author."
-        ),
+        Option("--trust-pickle", help="Unpickle SOURCE, which runs the code in it: only if you trust its author."),
     ] = False,
-    optimizer: Annotated[bool, typer.Option(help="Import optimizer states, too.")] = True,
-    key: Annotated[str | None, typer.Option(help="Name of the state dict to take, if SOURCE has several.")] = None,
+    optimizer: Annotated[bool, Option(help="Import optimizer states, too.")] = True,
+    key: Annotated[str | None, Option(help="Name of the state dict to take, if SOURCE has several.")] = None,
 ) -> None:
     """Convert another program's checkpoint SOURCE into one of fsshard at DESTINATION."""
     from fsshard.checkpoint.interop.importing import import_checkpoint
@@ -139,36 +133,30 @@ def import_(
 
 def estimate(
     recipe: Recipe,
-    backends: Annotated[str, typer.Option(help="Comma-separated backends.")] = DEFAULT_BACKENDS,
-    world_size: Annotated[
-        list[str] | None, typer.Option(help="Comma-separated numbers of ranks.", show_default="2")
-    ] = None,
+    backends: Annotated[str, Option(help="Comma-separated backends.")] = DEFAULT_BACKENDS,
+    world_size: Annotated[list[str] | None, Option(help="Comma-separated numbers of ranks.", show_default="2")] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME=SIZE,...", help="Split the model with the recipe's split(), for example data=4,tp=2."
-        ),
+        Option(metavar="NAME=SIZE,...", help="Split the model with the recipe's split(), for example data=4,tp=2."),
     ] = None,
     device: Target = "cpu",
     machine: Machine = None,
     mixed_precision: MixedPrecision = None,
     activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in the backward pass.")
+        bool, Option("--activation-checkpointing", help="Recompute blocks in the backward pass.")
     ] = False,
     accumulation: Annotated[
-        int | None, typer.Option(min=1, help="Backward passes per step; the recipe's by default.")
+        int | None, Option(min=1, help="Backward passes per step; the recipe's by default.")
     ] = None,
     cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Keep shards in host memory, and count only what stays on the device.")
+        bool, Option("--cpu-offload", help="Keep shards in host memory, and count only what stays on the device.")
     ] = False,
-    average: Annotated[
-        bool, typer.Option("--average", help="Count an average of the weights, too (fsshard.EMA).")
-    ] = False,
+    average: Annotated[bool, Option("--average", help="Count an average of the weights, too (fsshard.EMA).")] = False,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--plot", metavar="FILE", help="Plot the estimates and a sweep from 1 to 4096 ranks: .png, .svg or .pdf."
         ),
     ] = None,
@@ -229,15 +217,15 @@ def estimate(
 
 def tune(
     recipe: Recipe,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 2,
+    world_size: Annotated[int, Option(min=1, help="Number of ranks.")] = 2,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory per rank, such as 40GiB; without it the plan with the smallest peak wins."),
+        Option(help="Memory per rank, such as 40GiB; without it the plan with the smallest peak wins."),
     ] = None,
-    backends: Annotated[str, typer.Option(help="Comma-separated backends.")] = "fsdp2",
+    backends: Annotated[str, Option(help="Comma-separated backends.")] = "fsdp2",
     meshes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME,...",
             help="Dimensions over which the ranks are arranged in all sizes and orders, such as replicate,shard.",
         ),
@@ -247,13 +235,13 @@ def tune(
     mixed_precision: MixedPrecision = None,
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Maximum number of simulations.", show_default="12 to 40"),
+        Option(min=1, help="Maximum number of simulations.", show_default="12 to 40"),
     ] = None,
     real: Real = False,
     json_file: Json = None,
     picture: Annotated[
         str | None,
-        typer.Option("--plot", metavar="FILE", help="Plot peak memory against time and traffic: .png, .svg or .pdf."),
+        Option("--plot", metavar="FILE", help="Plot peak memory against time and traffic: .png, .svg or .pdf."),
     ] = None,
     progress: Progress = None,
 ) -> None:
@@ -297,33 +285,31 @@ Data = Enum("Data", {"solved": "solved", "official": "official"})
 
 
 def demo(
-    context: typer.Context,
-    backends: Annotated[str, typer.Option("--backends", "--backend", help="Comma-separated backends.")] = "fsdp2",
+    context: Context,
+    backends: Annotated[str, Option("--backends", "--backend", help="Comma-separated backends.")] = "fsdp2",
     world_size: Annotated[
-        int, typer.Option("--world-size", "--nprocs", min=1, help="Number of ranks to start; ignored under torchrun.")
+        int, Option("--world-size", "--nprocs", min=1, help="Number of ranks to start; ignored under torchrun.")
     ] = 2,
     trainer: Annotated[
-        Trainer, typer.Option(help="Train in a plain loop, or with neuraloperator's Trainer.")
+        Trainer, Option(help="Train in a plain loop, or with neuraloperator's Trainer.")
     ] = Trainer.plain,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 20,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per batch, over all ranks.")] = 32,
-    clip: Annotated[float, typer.Option(min=0.0, help="Maximum gradient norm (plain loop only).")] = 1.0,
-    n_train: Annotated[int, typer.Option(min=1, help="Samples to train on.")] = 1000,
-    n_test: Annotated[int, typer.Option(min=1, help="Samples to test on.")] = 50,
+    epochs: Annotated[int, Option(min=1, help="Passes over the training samples.")] = 20,
+    batch_size: Annotated[int, Option(min=1, help="Samples per batch, over all ranks.")] = 32,
+    clip: Annotated[float, Option(min=0.0, help="Maximum gradient norm (plain loop only).")] = 1.0,
+    n_train: Annotated[int, Option(min=1, help="Samples to train on.")] = 1000,
+    n_test: Annotated[int, Option(min=1, help="Samples to test on.")] = 50,
     data: Annotated[
-        Data, typer.Option(help="Solve the equation here, or let pip fetch neuraloperator's files once (4 MB).")
+        Data, Option(help="Solve the equation here, or let pip fetch neuraloperator's files once (4 MB).")
     ] = Data.solved,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Read neuraloperator's darcy_*.pt from this folder, instead of --data.")
+        Path | None, Option(help="Read neuraloperator's darcy_*.pt from this folder, instead of --data.")
     ] = None,
-    save_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints (--trainer neuralop only).")] = None,
+    save_dir: Annotated[Path | None, Option(help="Folder for checkpoints (--trainer neuralop only).")] = None,
     picture: Annotated[
         str | None,
-        typer.Option(
-            "--plot", "--picture", metavar="FILE", help="Plot inputs, truth and predictions: .png, .svg or .pdf."
-        ),
+        Option("--plot", "--picture", metavar="FILE", help="Plot inputs, truth and predictions: .png, .svg or .pdf."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a collective, in seconds.")] = 60.0,
+    timeout: Annotated[float, Option(min=1.0, help="Time limit of a collective, in seconds.")] = 60.0,
 ) -> None:
     """Train a Tucker-factorised TFNO (complex64 weights) on Darcy flow, under one backend or several.
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.distributed as dist
-import typer
 from torch import nn
+from typer import Exit, Option
 
 from fsshard.backends import backend_class, backend_names
 from fsshard.cli.options import Json, check_files
@@ -109,11 +109,11 @@ class Diagnosis:
 def command(
     timeout: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Time limit of each trial, in seconds: 20 by default, 600 with --measure."),
+        Option(min=1.0, help="Time limit of each trial, in seconds: 20 by default, 600 with --measure."),
     ] = None,
     measure: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Measure this machine instead, and write its constants for --machine of estimate and tune.",
         ),
@@ -141,7 +141,7 @@ def command(
     print("\n".join(diagnosis.conclusion()), file=out)
     if json_file is not None:
         write_json(json_file, diagnosis.to_json())
-    raise typer.Exit(exit_code(diagnosis.ok))
+    raise Exit(exit_code(diagnosis.ok))
 
 
 def _measured(file: Path, timeout: float) -> str:

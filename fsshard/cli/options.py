@@ -9,19 +9,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from fsshard.errors import ConfigurationError, FsshardError, RecipeError
 
 DEFAULT_BACKENDS = "fairscale,fsdp,fsdp2,ddp"
 
-Device = Annotated[str, typer.Option(help="Device to train on: cpu or cuda.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - means stdout.")]
-Picture = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE", help="Plot the differences: .png, .svg or .pdf.")
-]
-Progress = Annotated[bool | None, typer.Option(help="Show a progress bar; by default only on a terminal.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print less, without a progress bar.")]
+Device = Annotated[str, Option(help="Device to train on: cpu or cuda.")]
+Json = Annotated[str | None, Option("--json", metavar="FILE", help="Write JSON to FILE; - means stdout.")]
+Picture = Annotated[str | None, Option("--plot", metavar="FILE", help="Plot the differences: .png, .svg or .pdf.")]
+Progress = Annotated[bool | None, Option(help="Show a progress bar; by default only on a terminal.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print less, without a progress bar.")]
 
 
 def backend_names(text: str) -> list[str]:

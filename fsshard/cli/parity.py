@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
+from typer import Argument, Exit, Option
 
 from fsshard.cli import options as cli
 from fsshard.cli import output
@@ -51,44 +51,42 @@ class Request:
 def command(
     recipes: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[RECIPE]...",
             help="A built-in recipe such as tfno, or module:attribute, importable from the current folder.",
         ),
     ] = None,
-    backends: Annotated[
-        str | None, typer.Option(help="Comma-separated backends.", show_default=DEFAULT_BACKENDS)
-    ] = None,
+    backends: Annotated[str | None, Option(help="Comma-separated backends.", show_default=DEFAULT_BACKENDS)] = None,
     world_size: Annotated[
         list[str] | None,
-        typer.Option(help="Comma-separated numbers of ranks.", show_default="1,2"),
+        Option(help="Comma-separated numbers of ranks.", show_default="1,2"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps per run.", show_default="10")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps per run.", show_default="10")] = None,
     reference: Annotated[
         str | None,
-        typer.Option(help="Compare with ddp, or with none: one process on the joined batches.", show_default="ddp"),
+        Option(help="Compare with ddp, or with none: one process on the joined batches.", show_default="ddp"),
     ] = None,
     mesh: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="NAME=SIZE,...",
             help="Split the model with the recipe's split(), for example data=2,tp=2; may be repeated.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of a run, in seconds.")] = 120.0,
+    timeout: Annotated[float, Option(min=1.0, help="Time limit of a run, in seconds.")] = 120.0,
     device: Device = "cpu",
     json_file: Json = None,
     picture: Picture = None,
     record: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Train under one backend, and record the numbers of every step.")
+        str | None, Option(metavar="FILE", help="Train under one backend, and record the numbers of every step.")
     ] = None,
     tensors: Annotated[
         bool,
-        typer.Option("--tensors", help="With --record: save all tensors, too, in a safetensors file next to FILE."),
+        Option("--tensors", help="With --record: save all tensors, too, in a safetensors file next to FILE."),
     ] = False,
     against: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Compare with a training recorded with --record, under another torch, machine or commit.",
         ),
@@ -134,12 +132,12 @@ def command(
             options["world_size"] = sizes[0]
         if steps:
             options["steps"] = steps
-        raise typer.Exit(_record(request, record))
+        raise Exit(_record(request, record))
     # What is None is as compare() has it: as it was recorded, or as the mesh says.
     options |= {"backends": engines, "world_sizes": sizes, "steps": steps, "reference": reference}
     if mesh:
         options["mesh"] = cli.meshes(mesh)
-    raise typer.Exit(_compare(request, against))
+    raise Exit(_compare(request, against))
 
 
 def _check_together(given: Options, recipes: list[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from fsshard.cli import options, output
 from fsshard.cli.options import Json, Picture, Quiet
@@ -17,18 +17,16 @@ from fsshard.planning.text import counted
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder for the record, which must not exist yet.")],
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="The command that starts the training.")
-    ],
-    every: Annotated[int, typer.Option(min=1, help="Record weights at every N-th step.")] = 1,
-    steps: Annotated[str, typer.Option(metavar="FIRST:STOP", help="Record these steps only.")] = ":",
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder for the record, which must not exist yet.")],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="The command that starts the training.")],
+    every: Annotated[int, Option(min=1, help="Record weights at every N-th step.")] = 1,
+    steps: Annotated[str, Option(metavar="FIRST:STOP", help="Record these steps only.")] = ":",
     tensors: Annotated[
-        str, typer.Option(metavar="every=N", help="Also keep full weights at every N-th step; 0: never.")
+        str, Option(metavar="every=N", help="Also keep full weights at every N-th step; 0: never.")
     ] = "every=0",
-    state: Annotated[bool, typer.Option("--state", help="Also record and compare the optimizers' state.")] = False,
-    repeat: Annotated[int, typer.Option(min=0, help="Extra runs, rounded at random: what rounding may change.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing record.")] = False,
+    state: Annotated[bool, Option("--state", help="Also record and compare the optimizers' state.")] = False,
+    repeat: Annotated[int, Option(min=0, help="Extra runs, rounded at random: what rounding may change.")] = 0,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing record.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Run COMMAND, unchanged, and record its training: losses, samples, learning rates and weights of each step.
@@ -59,22 +57,22 @@ def trace(
     if not list(folder.glob("rank*.jsonl")):
         why = f"no process of {sys.executable} made a step whose module was called with gradients"
         print(f"fsshard: nothing is recorded: {why}", file=sys.stderr)
-        raise typer.Exit(code or output.DIFFERENT)
+        raise Exit(code or output.DIFFERENT)
     record = ScriptTrace.load(folder)
     if not quiet:
         ranks = counted(len(record.ranks), "rank")
         print(f"{len(record.steps)} steps on {ranks}: {folder}", file=sys.stderr)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="The record of the reference script: a folder of fsshard trace.")],
-    new: Annotated[Path, typer.Argument(help="The record of the other script.")],
+    old: Annotated[Path, Argument(help="The record of the reference script: a folder of fsshard trace.")],
+    new: Annotated[Path, Argument(help="The record of the other script.")],
     repeat: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FOLDER", help="Another record of the reference script; may be repeated."),
+        Option(metavar="FOLDER", help="Another record of the reference script; may be repeated."),
     ] = None,
-    exactly: Annotated[bool, typer.Option("--exactly", help="Allow no rounding, even with repeated runs.")] = False,
+    exactly: Annotated[bool, Option("--exactly", help="Allow no rounding, even with repeated runs.")] = False,
     json_file: Json = None,
     picture: Picture = None,
     quiet: Quiet = False,
@@ -92,7 +90,7 @@ def compare(
         output.write_json(json_file, report.to_json())
     if picture is not None:
         report.report.plot(picture)
-    raise typer.Exit(output.exit_code(report.ok))
+    raise Exit(output.exit_code(report.ok))
 
 
 def _numbers(option: str, text: str, pattern: str, example: str) -> list[str]:
