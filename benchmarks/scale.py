@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from fsshard.checkpoint import parts
+from fsshard.checkpoint import dividing, parts
 from fsshard.checkpoint.format.division import Layout, cover, pieces_in, rank_file
 from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, TensorInfo, share_of
 from fsshard.comm import watchdog
@@ -116,14 +116,14 @@ def keys_of_a_meeting(ranks: int) -> int:
 def of_fsshard(ranks: int, tensors: int) -> dict[str, float]:
     """One row of the table."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told = [parts.told_by(held(0, ranks, tensors), 0, by_rule=True)]
+    told = [dividing.announced_by(held(0, ranks, tensors), 0, by_rule=True)]
     nbytes = len(json.dumps(told[0]))
     told += [{}] * (ranks - 1)
     begun = time.process_time()
-    infos = parts.divide(told, "save")
+    infos = dividing.divide(told, "save")
     described = json.dumps({name: info.described() for name, info in infos.items()})
     mine = {name: TensorInfo.of(name, value) for name, value in json.loads(described).items()}
-    written = parts.written_by(ranks - 1, ranks, mine)
+    written = dividing.written_by(ranks - 1, ranks, mine)
     planned = time.process_time() - begun
     assert len(written) == len(infos)
     files = {rank_file(rank, ranks): FileEntry(2**40, rank) for rank in range(ranks)}

@@ -25,7 +25,7 @@ from fsshard.backends.whole import (
     state_entry,
     state_of,
 )
-from fsshard.checkpoint import parts
+from fsshard.checkpoint import arguments, parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import identity, resolve
 from fsshard.checkpoint.format.division import RANK_FILE
@@ -51,6 +51,7 @@ from fsshard.state_objects import (
     SavedObject,
     by_class_name,
     check_objects,
+    class_name,
     described,
     fill_tensor,
     holds_objects,
@@ -112,7 +113,7 @@ def load(
     key: str | None = None,
     objects: Sequence[type] = (),
     loader: Any = None,
-    timeout: float = parts.TIMEOUT,
+    timeout: float = arguments.TIMEOUT,
     **state: Any,
 ) -> Loaded:
     """Load what :func:`fsshard.save` wrote, under any engine and at any world size. All or nothing, and collective.
@@ -154,7 +155,7 @@ def load(
         CheckpointError: there is no checkpoint, or a rank did not call this or could not read.
         CorruptCheckpoint: a file is missing, cut short, altered, or no safetensors file. All on every rank.
     """
-    path, call = parts.check_call(
+    path, call = arguments.check_call(
         "fsshard.load",
         path,
         timeout,
@@ -169,10 +170,10 @@ def load(
     channel = Channel.of(settings.everyone)
     wait_for_saves()
     classes = by_class_name(objects)
-    targets = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
-    called = parts.as_called(call, models, optimizer, targets, strict=strict, verify=verify, rng=rng, key=key)
+    targets = arguments.named_objects(scheduler, scaler, arguments.with_loader(state, loader, settings))
+    called = arguments.described_call(call, models, optimizer, targets, strict=strict, verify=verify, rng=rng, key=key)
     channel.arrive(called, timeout, call)
-    averages = parts.take_averages(targets)
+    averages = arguments.take_averages(targets)
     jobs = [_Load(name, sharded, {}, strict, call, classes) for name, sharded in models.items()]
     # What belongs to no model is the first one's to load.
     first = jobs[0]
@@ -182,8 +183,8 @@ def load(
         until_done.enter_context(torch.inference_mode(False))
 
         def opened(kind: str | None, place: str) -> str:
-            parts.check_places(scheduler, scaler, call)
-            optimizers = parts.name_optimizers(models, optimizer, "fsshard.load", averages)
+            arguments.check_places(scheduler, scaler, call)
+            optimizers = arguments.name_optimizers(models, optimizer, "fsshard.load", averages)
             for job in jobs:
                 job.take_own(optimizers)
             _check_kind(kind, key, models, call)
@@ -427,7 +428,7 @@ class _Load:
             names = ", ".join(map(repr, self.reader.index.optimizers)) or "none"
             what = "average" if optimizer.optimizer_class is Averages else "optimizer"
             raise CheckpointError(f"{self.call}: no {what} was saved as {name!r}; the checkpoint has: {names}")
-        kind = parts.class_name(optimizer.optimizer_class)
+        kind = class_name(optimizer.optimizer_class)
         _, _, name_of_class = kind.rpartition(".")
         same_name = saved.kind.rpartition(".")[2] == name_of_class
         if saved.kind not in (kind, UNKNOWN_CLASS) and (self.strict or not same_name):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from fsshard.checkpoint import parts
+from fsshard.checkpoint import arguments, dividing, parts
 from fsshard.checkpoint import rng as generators
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.checkpoint.format.division import Range, piece_key, rank_file
@@ -39,7 +39,9 @@ from fsshard.sharded.optimizer import ShardedOptimizer
 log = logging.getLogger("fsshard")
 # Seconds between two looks at whether a save that is waited for goes on.
 LOOK_SECONDS = 1.0
-OF_LOAD = frozenset({"strict", "verify", "trust_pickle", "objects"})
+LOAD_OPTIONS = frozenset({"strict", "verify", "trust_pickle", "objects"})
+# In place of a rule by which ranks hold elements.
+NO_GRID = "None"
 
 
 def save(
@@ -54,7 +56,7 @@ def save(
     keep: int | None = None,
     rng: bool = True,
     loader: Any = None,
-    timeout: float = parts.TIMEOUT,
+    timeout: float = arguments.TIMEOUT,
     **state: Any,
 ) -> SaveHandle:
     """Write a checkpoint that any engine loads at any world size. Collective: call it on every rank.
@@ -94,36 +96,35 @@ def save(
             an earlier save with ``block=False``. On every rank.
         ConfigurationError: an argument without meaning.
     """
-    path, call = parts.check_call("fsshard.save", path, timeout, block=block, rng=rng)
+    path, call = arguments.check_call("fsshard.save", path, timeout, block=block, rng=rng)
     models = name_models(model, "fsshard.save")
     settings = next(iter(models.values())).backend.settings
     channel = Channel.of(settings.everyone)
-    objects = parts.named_objects(scheduler, scaler, parts.with_loader(state, loader, settings))
+    objects = arguments.named_objects(scheduler, scaler, arguments.with_loader(state, loader, settings))
     # An earlier one with block=False may still write, or have failed.
     wait_for_saves()
-    called = parts.as_called(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
-    averages = parts.take_averages(objects)
+    called = arguments.described_call(call, models, optimizer, objects, only=only, block=block, keep=keep, rng=rng)
+    averages = arguments.take_averages(objects)
     place = path if is_url(path) else Path(path).absolute()
-    job = _Save(channel, place, call, timeout, keep, parts.origin_of(models))
+    job = _Save(channel, place, call, timeout, keep, dividing.origin_of(models))
 
-    def collected() -> parts.Collected:
-        parts.check_places(scheduler, scaler, call)
+    def collect_share() -> parts.Collected:
+        arguments.check_places(scheduler, scaler, call)
         _check_arguments(keep, only, Path(path).name, objects)
         for sharded in models.values():
             sharded.backend.reshard()
-        optimizers = parts.name_optimizers(models, optimizer, "fsshard.save", averages)
+        optimizers = arguments.name_optimizers(models, optimizer, "fsshard.save", averages)
         random = generators.capture(settings.device) if rng else None
-        part = only is not None
-        share = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=part)
+        share = parts.collect(models, optimizers, objects, settings.overall_rank, random, trainable=only is not None)
         job.place = StoredCheckpoint(path) if is_url(path) else CheckpointTarget(path)
         return share
 
-    def meet(collect: Callable[[], parts.Collected], models: Mapping[str, ShardedModule]) -> None:
+    def meet(collect: Callable[[], parts.Collected], to_sync: Mapping[str, ShardedModule]) -> None:
         """Agree with the other ranks on what is saved, and on who writes what. Collective."""
         channel.arrive(called, timeout, call)
         for average in averages.values():
             average.check_alike(channel)
-        for sharded in models.values():
+        for sharded in to_sync.values():
             # Rank 0's buffers count, as in a state dict.
             controller_of(sharded).buffers.sync()
             own = sharded.backend.settings
@@ -131,16 +132,16 @@ def save(
                 saved = set(sharded.backend.key_order)
                 buffers = {name: buffer for name, buffer in sharded.named_buffers() if name in saved}
                 check_same_buffers(buffers, own.model_mesh, own.rank)
-        job.collected = parts.collect_together(collect, models, channel, timeout)
+        job.collected = parts.collect_together(collect, to_sync, channel, timeout)
         job.arrange()
 
-    # The same on all ranks: what is collective in training's groups all of them do in this call, or none.
-    together = models if block or averages or _talks_in_training(models) else {}
-    if not together and job.copied_as_before(collected):
-        # From the save's thread, for as long as which the group must live.
+    # True on all ranks, or on none: collectives in training's groups are made in this call, or not at all.
+    needs_training_groups = block or averages or _talks_in_training(models)
+    if not needs_training_groups and job.copied_as_before(collect_share):
+        # The save's thread meets the others; the default of an argument keeps the group alive until then.
         job.meet = lambda group=settings.everyone: meet(lambda: job.collected, {})
     else:
-        meet(collected, together)
+        meet(collect_share, models if needs_training_groups else {})
         if not block:
             job.copy_to_host()
     handle = SaveHandle(job)
@@ -177,12 +178,12 @@ def _check_arguments(
             "name with a number, such as 'step-000100': without one each save replaces the one before, which is kept "
             "as '.previous'"
         )
-    for name, value in objects.items():
-        if name in OF_LOAD:
-            raise ConfigurationError(f"{name}= is an option of fsshard.load; save that value under another name")
+    for keyword, value in objects.items():
+        if keyword in LOAD_OPTIONS:
+            raise ConfigurationError(f"{keyword}= is an option of fsshard.load; save that value under another name")
         if isinstance(value, (ShardedModule, ShardedOptimizer)):
             raise ConfigurationError(
-                f"{name}= is a {type(value).__name__}: several models come by name in the place of one, as in "
+                f"{keyword}= is a {type(value).__name__}: several models come by name in the place of one, as in "
                 "fsshard.save(path, {'g': generator, 'd': critic}, {'g': og, 'd': od}), and so do their optimizers"
             )
 
@@ -192,7 +193,7 @@ class _Arrangement(NamedTuple):
 
     key: str  # hash of what every rank holds, and of which objects they have alike
     own_key: str  # hash of what this rank holds
-    written: Mapping[str, Range]  # the elements that this rank writes of each tensor
+    ranges: Mapping[str, Range]  # the elements that this rank writes of each tensor
     tensors: dict[str, TensorInfo]  # all of them with their pieces
     total: int  # bytes that this rank writes
 
@@ -222,8 +223,9 @@ class _Save:
     staging: Staging = field(default_factory=Staging)
     meet: Callable[[], None] | None = None  # agrees with the other ranks, if that is still to be done
     uncopied: Exception | None = None  # why there is no copy to write
-    written: int = 0
-    moved: int = 0  # how often something of it was done
+    alike: set[str] = field(default_factory=set)  # names of the objects that all ranks have the same
+    bytes_written: int = 0
+    ticks: int = 0  # raised with each bit of progress; the guard compares it
 
     @property
     def total(self) -> int:
@@ -236,35 +238,36 @@ class _Save:
         return self.timeout + self.channel.patience
 
     def arrange(self) -> None:
-        """Agree on who writes what; as the last time, where all hold the same as then. Collective."""
+        """Agree on who writes what; reuse the last division if every rank holds what it held then. Collective."""
         channel = self.channel
         collected = self.collected
         last = _arrangements.get(channel, NOTHING)
         own_key = last.own_key
-        # No rule says which elements a rank has copied that has not met the others before.
-        grids = [str(None)]
+        # A copy made before the ranks met follows the last save's division, so no rule describes it.
+        grids = [NO_GRID]
         if self.meet is None:
             own_key = self._own_key()
             grids = sorted(map(str, collected.layouts.grids.values()))
         answers = channel.gather([own_key, last.key, collected.digests, grids], self.timeout)
-        # Names of the objects that all ranks have the same.
-        self.alike: set[str] = set()
+        own_keys, last_keys, all_digests, all_grids = zip(*answers, strict=True)
         for name in collected.objects:
-            digests_of_ranks = {digests[name] for _, _, digests, _ in answers}
-            if len(digests_of_ranks) == 1:
+            distinct = {digests[name] for digests in all_digests}
+            if len(distinct) == 1:
                 self.alike.add(name)
-        key = _digest([[of_rank for of_rank, *_ in answers], sorted(self.alike)])
         # What is alike lies under one name, and rank 0 writes it.
         collected.adopt_own(channel.rank, self.alike)
-        self.arrangement = last
+        key = _digest([own_keys, sorted(self.alike)])
         # On all ranks, or on none.
-        if any(last_key != key for _, last_key, *_ in answers):
-            by_rule = str(None) not in grids and all(other == grids for *_, other in answers)
-            self.arrangement = self._arranged_anew(key, own_key, by_rule)
+        if set(last_keys) == {key}:
+            self.arrangement = last
+            return
+        by_rule = NO_GRID not in grids and all(other == grids for other in all_grids)
+        self.arrangement = self._arranged_anew(key, own_key, by_rule)
+        if self.meet is None:
             _arrangements[channel] = self.arrangement
-            if self.meet is not None:
-                # It divides what was copied, which is not all that this rank holds: the next save asks again.
-                del _arrangements[channel]
+        else:
+            # It divides what was copied, which is not all that this rank holds: the next save asks again.
+            _arrangements.pop(channel, None)
 
     def _own_key(self) -> str:
         """Return a hash of what this rank holds."""
@@ -274,15 +277,15 @@ class _Save:
     def _arranged_anew(self, key: str, own_key: str, by_rule: bool) -> _Arrangement:
         """Divide the work, on every rank alike, from what all tell of what they hold. Collective."""
         channel = self.channel
-        own = parts.told_by(self.collected.parts, channel.rank, by_rule=by_rule)
-        # Rank 0 speaks for most, at length, and messages that are gathered are all as long as the longest.
+        own = dividing.announced_by(self.collected.parts, channel.rank, by_rule=by_rule)
+        # Gathered messages are padded to the longest. Rank 0's is by far the longest, and so is broadcast.
         first = channel.tell(own, self.timeout)
         told = channel.gather(own if channel.rank else {}, self.timeout)
-        tensors = parts.divide([first, *told[1:]], self.call)
-        agree(channel, lambda: parts.check_plan(self.collected, channel.rank, tensors, self.call), self.timeout)
-        written = parts.written_by(channel.rank, channel.size, tensors)
-        total = sum((stop - start) * tensors[name].kind.itemsize for name, (start, stop) in written.items())
-        return _Arrangement(key, own_key, written, tensors, total)
+        tensors = dividing.divide([first, *told[1:]], self.call)
+        agree(channel, lambda: dividing.check_plan(self.collected, channel.rank, tensors, self.call), self.timeout)
+        ranges = dividing.written_by(channel.rank, channel.size, tensors)
+        total = sum((stop - start) * tensors[name].kind.itemsize for name, (start, stop) in ranges.items())
+        return _Arrangement(key, own_key, ranges, tensors, total)
 
     def copied_as_before(self, collect: Callable[[], parts.Collected]) -> bool:
         """Copy what this rank wrote last, if it holds the same as then: training need not wait for the other ranks.
@@ -298,8 +301,8 @@ class _Save:
         return False
 
     def copy_to_host(self) -> None:
-        """Let training go on: what is to be written is this copy. Where it fails, that is said when all write."""
-        # Some of them are among the parts by now, and the rest other ranks write.
+        """Let training go on: what is to be written is this copy. A failure is raised when all ranks write."""
+        # adopt_own() has put this rank's tensors of objects among the parts.
         self.collected.own = {}
         try:
             self._copy()
@@ -312,7 +315,7 @@ class _Save:
         """Put copies in place of what is collected: of the elements that this rank writes, and of all of objects."""
         own_parts = self.collected.parts
         for name, part in own_parts.items():
-            own_parts[name] = part.within(self.arrangement.written.get(name, (0, 0)))
+            own_parts[name] = part.within(self.arrangement.ranges.get(name, (0, 0)))
         tables = [own_parts, *self.collected.own.values()]
         copies = iter(self.staging.copy([part.values for table in tables for part in table.values()]))
         for table in tables:
@@ -321,7 +324,7 @@ class _Save:
 
     def _items(self) -> Iterator[Item]:
         """Yield what this rank writes."""
-        for name, span in self.arrangement.written.items():
+        for name, span in self.arrangement.ranges.items():
             part = self.collected.parts[name].within(span)
             numel = math.prod(part.shape)
             shape = part.shape if len(part.values) == numel else (len(part.values),)
@@ -331,19 +334,19 @@ class _Save:
         """Write, and make it the checkpoint. Collective, and in any thread."""
         if self.meet is not None:
             self.meet()
-            self.moved += 1
-        with contextlib.ExitStack() as until_written:
-            id, partial = exchange(self.channel, lambda: self._open(until_written), self.timeout)[0]
-            self.moved += 1
-            written = exchange_first(self.channel, lambda: self._write(id, partial), self.timeout)
-            self.moved += 1
-            exchange(self.channel, lambda: self._commit(id, partial, written), self.timeout)
+            self.ticks += 1
+        with contextlib.ExitStack() as until_renamed:
+            id, partial = exchange(self.channel, lambda: self._open(until_renamed), self.timeout)[0]
+            self.ticks += 1
+            answers = exchange_first(self.channel, lambda: self._write(id, partial), self.timeout)
+            self.ticks += 1
+            exchange(self.channel, lambda: self._commit(id, partial, answers), self.timeout)
 
-    def _open(self, until_written: contextlib.ExitStack) -> list[str]:
+    def _open(self, until_renamed: contextlib.ExitStack) -> list[str]:
         """Take the lock and make the temporary directory, on rank 0; return the save's id and that directory."""
         if self.channel.rank:
             return []
-        id, partial = until_written.enter_context(self.place.writing())
+        id, partial = until_renamed.enter_context(self.place.writing())
         return [id, str(partial)]
 
     def _write(self, id: str, partial: str) -> list[Any]:
@@ -352,26 +355,25 @@ class _Save:
             raise self.uncopied
         name = rank_file(self.channel.rank, self.channel.size)
         with self.place.part(partial, name) as path:
-            file = write(path, list(self._items()), {"format": "pt", "checkpoint": id}, progress=self._on)
+            file = write(path, list(self._items()), {"format": "pt", "checkpoint": id}, progress=self._note_progress)
         return [file, self.collected.trees(self.alike)]
 
-    def _on(self, count: int) -> None:
-        self.written += count
-        self.moved += 1
+    def _note_progress(self, count: int) -> None:
+        self.bytes_written += count
+        self.ticks += 1
 
-    def _commit(self, id: str, partial: str, written: list[Any]) -> None:
+    def _commit(self, id: str, partial: str, answers: list[Any]) -> None:
         # Every rank's file is on the disk by now; one rank writes the index and renames the directory.
         if self.channel.rank:
             return
+        all_trees = [trees for _, trees in answers]
         index = dataclasses.replace(
-            parts.make_index(
-                self.origin, self.collected, self.arrangement.tensors, [trees for _, trees in written], self.alike
-            ),
+            dividing.make_index(self.origin, self.collected, self.arrangement.tensors, all_trees, self.alike),
             id=id,
             # Another job may have saved there meanwhile.
             ordinal=self.place.newest_ordinal() + 1,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            files={rank_file(rank, len(written)): FileEntry(*file) for rank, (file, _) in enumerate(written)},
+            files={rank_file(rank, len(answers)): FileEntry(*file) for rank, (file, _) in enumerate(answers)},
         )
         self.place.finish(partial, index)
         if self.keep is not None:
@@ -393,7 +395,7 @@ class SaveHandle:
         """Return the share of this rank's bytes that is written, from 0 to 1."""
         if self._job.total == 0:
             return 1.0
-        return min(1.0, self._job.written / self._job.total)
+        return min(1.0, self._job.bytes_written / self._job.total)
 
     def done(self) -> bool:
         """Tell whether the save has ended, successfully or not."""
@@ -422,13 +424,13 @@ class SaveHandle:
         self._guard.start()
 
     def _wait_while_it_moves(self) -> None:
-        """Return when the writer has ended, or nothing of it has moved for longer than its own limits allow."""
+        """Return when the writer has ended, or has made no progress for ``patience`` seconds."""
         assert self._thread is not None
         seen = -1
         deadline = 0.0
-        while self._thread.is_alive() and (time.monotonic() < deadline or self._job.moved != seen):
-            if self._job.moved != seen:
-                seen = self._job.moved
+        while self._thread.is_alive() and (time.monotonic() < deadline or self._job.ticks != seen):
+            if self._job.ticks != seen:
+                seen = self._job.ticks
                 deadline = time.monotonic() + self._job.patience
             self._thread.join(min(LOOK_SECONDS, self._job.patience))
 

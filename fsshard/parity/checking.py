@@ -167,7 +167,7 @@ class _RunComparison(StepComparison):
         if run.job.world_size > 2:
             in_order = in_order and adds_in_tree(run.engine)
         self.by_leaves = run.leaves > 0 or (self.joined and in_order)
-        self.own_engine = not isinstance(run.engine, WrappedEngine)
+        self.is_users_engine = not isinstance(run.engine, WrappedEngine)
         alone = run.mesh is None and dist.get_world_size() == 1
         # The reference's own process once more: nothing can add in another order.
         self.again = self.joined and alone
@@ -202,7 +202,7 @@ class _RunComparison(StepComparison):
             expected = self.recorded("gradient")
             bounds = self.rounding.gradients
             _note_causes(run.mesh, result, expected, self.gradients, bounds)
-        if self.own_engine and not self.gradients:
+        if self.is_users_engine and not self.gradients:
             self._check_weights()
         self.lost |= self._verdict() == "different"
         self._restore()

@@ -8,6 +8,7 @@ else may differ (:func:`freedom`). Two kinds of step pass through it: one that i
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -55,10 +56,10 @@ class StepComparison:
     Attributes:
         recorded_in: where, in words.
         ranks: the recorded training, rank by rank.
-        process: whose record these steps are held against.
-        rank: of whoever trained the steps.
+        process: index of the recorded process that is compared with.
+        rank: number of the rank that trained these steps.
         regrouped: it trained on other samples than the recorded process, so only what all ranks share is compared.
-        own_engine: an engine of the user's own trained them, which may show no more than weights.
+        is_users_engine: an engine of the user's own trained them, which may show no more than weights.
     """
 
     recorded_in: ClassVar[str]
@@ -66,7 +67,7 @@ class StepComparison:
     process: int
     rank: int
     regrouped: bool
-    own_engine: bool
+    is_users_engine: bool
     owned: Callable[[str], tuple[int, int]]  # [start, stop) of the real numbers of a parameter that this rank updates
     recorded: Callable[[str], Arguments | None]
     tensor: Callable[[str, str, Any, Any], Difference]
@@ -104,13 +105,13 @@ class StepComparison:
         yield "gradient", self._tensors("gradient", tensors)
         yield "norm", self.norms()
         # No engine computes learning rates and the like, so nothing but equality is right.
-        if now.groups or not self.own_engine:
+        if now.groups or not self.is_users_engine:
             settings = _flat(now.groups)
             yield "param_groups", value_differences(_flat(before.groups), settings, self.rank)
         yield "weight", self._tensors("weight", tensors)
         yield "state", self._tensors("state", tensors)
-        # An engine of one's own that shows nothing of its optimizer is not compared in that.
-        if tensors.get("state") or now.plain or not self.own_engine:
+        # A user's engine that shows nothing of its optimizer is not compared in that.
+        if tensors.get("state") or now.plain or not self.is_users_engine:
             yield "state", value_differences(before.plain, now.plain, self.rank)
         yield "buffer", self._tensors("buffer", tensors)
         if not self.regrouped:
@@ -156,8 +157,8 @@ class StepComparison:
                 if start <= place_of(value.shape, pairs, item.index) < stop:
                     self.result.owner.add((quantity, name))
             yield name, item
-        # An engine of one's own must show weights, and may show nothing of another quantity.
-        if present or not self.own_engine or quantity in ("initial weight", "weight"):
+        # A user's engine may leave out any quantity but weights; ours may leave out none.
+        if present or not self.is_users_engine or quantity in ("initial weight", "weight"):
             for name in recorded:
                 if name not in present:
                     yield name, unequal(self.rank, "missing here")
@@ -185,7 +186,7 @@ def freedom(before: Trace, now: Trace) -> str:
         return "everything"
     if before.backend == now.backend:
         return "nothing"
-    # Two summands have one order only; where gradients are reduced more than once there are more summands.
+    # Sums have one order on two ranks, and where both engines add in the tree; accumulation adds more summands.
     rounding = before.ranks[0].rounding
     aligned = bool(rounding) and rounding[0].aligned and _adds_in_tree(now.backend)
     one_order = now.world_size <= 2 or aligned
@@ -206,7 +207,7 @@ def _circumstances(trace: Trace) -> tuple[Any, ...]:
 
 
 def _adds_in_tree(name: str) -> bool:
-    """Tell of an engine's name in a report, which has its options, too, whether the engine has the order of ranks."""
+    """Return whether the engine of a report, whose name may have options behind it, adds in the order of the tree."""
     return name in backend_names() and backend_class(name).facts.adds_in_tree
 
 
@@ -286,11 +287,11 @@ class TraceComparison(StepComparison):
         self.rank = rank
         self.regrouped = regrouped
         engine = now.backend.partition("(")[0]
-        self.own_engine = engine not in backend_names()
+        self.is_users_engine = engine not in backend_names()
         self._now = now
         self._draws = draws
         self._exactly = exactly
-        # Tensors are looked at where sketches differ: all of one quantity and step are read at once.
+        # Files are read only where sketches differ; cached, since all tensors of a quantity are read at once.
         self._read = lru_cache(maxsize=4)(read_tensors)
         self._files = [trace.tensors for trace in (before, now) if trace.tensors is not None]
 
@@ -401,7 +402,7 @@ class TraceComparison(StepComparison):
         """Compare by digest, then by projections."""
         if expected.digest == got.digest:
             return Difference(rank=rank)
-        # Of a copy that is not its holder's, a script's rank keeps its digest alone.
+        # A script's rank keeps only the digest of a tensor that another rank records.
         if not (expected.dtype and got.dtype):
             return unequal(rank, "the bits are others, and nothing else of this rank's copy is recorded")
         kind = f"{got.dtype}{list(got.shape)}"
@@ -433,9 +434,9 @@ def _allowed(got: Sketch, draws: Sequence[Sketch]) -> float:
     same_shape = [one for one in draws if one.shape == got.shape]
     base, *others = same_shape or [got]
     spread = max((max(apart(base, one)) for one in others), default=0.0)
-    # What has no draws (batches, initial weights) comes from generators: as if each number were one rounding off.
-    number = len(others) or ORDERS
-    bound = measured_bound(spread, got.norm, PROJECTIONS, number, dtype)
+    # Batches and initial weights have no draws, and come from generators: one rounding per number is allowed.
+    draw_count = len(others) or ORDERS
+    bound = measured_bound(spread, got.norm, PROJECTIONS, draw_count, dtype)
     return bound if math.isfinite(bound) else 0.0
 
 
@@ -489,16 +490,16 @@ def _merged_step(steps: Sequence[RankStep]) -> StepReport:
 
 
 def _worst_rank(steps: Sequence[RankStep], quantity: str, name: str) -> Difference:
-    """Return the ranks' difference that says most; of equal ones that of the rank which owns the place."""
+    """Return the most severe difference of all ranks; of equally severe ones the owner's, then the lowest rank's."""
     candidates = []
-    for rank, step in enumerate(steps):
-        differences = step.differences.get(quantity, {})
-        if name in differences:
-            severity = SEVERITY[differences[name].verdict]
-            owned = (quantity, name) in step.owner
-            candidates.append((severity, owned, -rank))
-    _, _, negative_rank = max(candidates)
-    return steps[-negative_rank].differences[quantity][name]
+    for step in steps:
+        item = step.differences.get(quantity, {}).get(name)
+        if item is not None:
+            is_owner = (quantity, name) in step.owner
+            candidates.append(((SEVERITY[item.verdict], is_owner), item))
+    # Of equal ones max() takes the first.
+    _, worst = max(candidates, key=operator.itemgetter(0))
+    return worst
 
 
 def cell_of(steps: list[StepReport], parameters: list[str]) -> Cell:

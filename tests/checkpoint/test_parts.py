@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from fsshard.checkpoint.dividing import divide, written_by
 from fsshard.checkpoint.format.division import Layout, whole_everywhere
-from fsshard.checkpoint.parts import _grid_of, divide, written_by
+from fsshard.checkpoint.parts import _grid_of
 from fsshard.errors import CheckpointError
 
 Range = tuple[int, int]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fsshard
-from fsshard.checkpoint import loading, parts, reader
+from fsshard.checkpoint import dividing, loading, reader
 from fsshard.checkpoint.format import index as index_module
 from fsshard.checkpoint.format.division import piece_key, rank_file
 from fsshard.checkpoint.format.index import Index, ModelInfo, Origin, write_index
@@ -75,10 +75,10 @@ def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_
 def of_ranks(folder: Path, ranks: int) -> None:
     """Write a checkpoint of one tensor, of which each of ``ranks`` has saved one number."""
     tables = [{"model/w": ["float32", [ranks], rank, rank + 1]} for rank in range(ranks)]
-    tensors = parts.divide(tables, "save")
+    tensors = dividing.divide(tables, "save")
     files = {}
     for rank in range(ranks):
-        begin, end = parts.written_by(rank, ranks, tensors)["model/w"]
+        begin, end = dividing.written_by(rank, ranks, tensors)["model/w"]
         key = piece_key("model/w", ranks, (begin, end))
         item = Item(key, torch.float32, (end - begin,), torch.arange(begin, end, dtype=torch.float32))
         name = rank_file(rank, ranks)

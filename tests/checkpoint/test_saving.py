@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
-from fsshard.checkpoint import parts, saving
+from fsshard.checkpoint import dividing, parts, saving
+from fsshard.checkpoint.arguments import combine_states
 from fsshard.checkpoint.format.division import Division
 from fsshard.checkpoint.format.index import read_index
-from fsshard.checkpoint.parts import as_one
 from fsshard.checkpoint.rng import capture, derive, restore
 from fsshard.comm.agreement import Channel
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
@@ -166,7 +166,7 @@ def job_remembered(folder: str, backend: str, block: bool) -> list[tuple[str, in
     }.items():
         step(model, optimizer)
         waits.clear()
-        with mock.patch.object(parts, "told_by", side_effect=parts.told_by) as told, counting:
+        with mock.patch.object(dividing, "announced_by", side_effect=dividing.announced_by) as told, counting:
             handle = fsshard.save(f"{folder}/last", model, optimizer, block=block, **state)
             own = {key: value.clone() for key, value in model.state_dict().items()}
             step(model, optimizer)  # of what was saved nothing
@@ -346,10 +346,10 @@ def test_a_checkpoint_without_all_weights_is_an_error_of_the_save(ranks: RankPoo
 class Stuck:
     """A save on a file system that does not answer: nothing moves until it is released."""
 
-    call, patience, path, total, written = "fsshard.save('ckpt/last')", 0.05, Path("ckpt/last"), 4, 1
+    call, patience, path, total, bytes_written = "fsshard.save('ckpt/last')", 0.05, Path("ckpt/last"), 4, 1
 
     def __init__(self) -> None:
-        self.moved, self.released, self.hurried = 0, threading.Event(), False
+        self.ticks, self.released, self.hurried = 0, threading.Event(), False
         self.channel, self.staging = self, self
         self.items: list[Any] = []
 
@@ -425,7 +425,7 @@ def test_several_schedulers(ranks: Any, tmp_path: Path, how: str) -> None:
 
 def test_what_is_no_group_of_objects_stays() -> None:
     given = {"numbers": [1, 2], "mixed": [1, torch.nn.Linear(1, 1)], "none": [], "module": torch.nn.ModuleList()}
-    assert all(as_one(value) is value for value in given.values())
+    assert all(combine_states(value) is value for value in given.values())
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -601,14 +601,14 @@ def job_by_rule(folder: str, settings: dict[str, Any]) -> tuple[dict[str, str], 
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.1)
     step(model, optimizer)
     told = []
-    rows = parts.told_by
+    rows = dividing.announced_by
 
     def counted(*given: Any, **options: Any) -> Any:
         found = rows(*given, **options)
         told.append(len(found))
         return found
 
-    with mock.patch.object(parts, "told_by", counted):
+    with mock.patch.object(dividing, "announced_by", counted):
         fsshard.save(f"{folder}/last", model, optimizer)
     own = {key: value.clone() for key, value in model.state_dict().items()}
     kinds = {

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsshard.checkpoint import parts
+from fsshard.checkpoint import arguments, dividing, parts
 from fsshard.checkpoint.format.directory import sync
 from fsshard.checkpoint.format.division import Piece, pieces_of, rank_of
 from fsshard.checkpoint.format.index import Index, Names, Tree, Values, some
@@ -34,6 +34,7 @@ from fsshard.sharded.averages import KEY, Averages
 from fsshard.sharded.controller import controller_of
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer
+from fsshard.state_objects import class_name
 
 FORMATS = ("safetensors", "torch", "dcp", "hf", "peft")
 # A larger model is divided into several files, as on the Hugging Face Hub.
@@ -41,7 +42,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 CONFIG_FILE = "config.json"
 # Averages of weights are, in a checkpoint, the state of an optimizer of this class.
-AVERAGES = parts.class_name(Averages)
+AVERAGES = class_name(Averages)
 
 
 def export(
@@ -56,7 +57,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Any = None,
     overwrite: bool = False,
-    timeout: float = parts.TIMEOUT,
+    timeout: float = arguments.TIMEOUT,
 ) -> list[Path]:
     """Write whole weights under the state dict's keys, for other programs to read.
 
@@ -146,7 +147,7 @@ def _of_model(model: ShardedModule, job: _Export, config: Any, optimizer: Any, t
             job.config = {"architectures": [type(model.module).__name__], **_config(own)}
         if optimizer is False:
             return {}
-        return parts.name_optimizers({"": model}, optimizer, "fsshard.export")
+        return arguments.name_optimizers({"": model}, optimizer, "fsshard.export")
 
     live = LiveReader(model, prepared, channel, call)
 
@@ -482,11 +483,12 @@ class LiveReader(PieceReader):
         self._parts = own.parts
         tables = []
         trees = []
-        for table, tree in channel.gather([parts.told_by(own.parts, channel.rank, by_rule=False), own.trees(())]):
+        announced = dividing.announced_by(own.parts, channel.rank, by_rule=False)
+        for table, tree in channel.gather([announced, own.trees(())]):
             tables.append(table)
             trees.append(tree)
-        tensors = parts.divide(tables, call)
-        self.index = parts.make_index(parts.origin_of(models), own, tensors, trees)
+        tensors = dividing.divide(tables, call)
+        self.index = dividing.make_index(dividing.origin_of(models), own, tensors, trees)
         # The same on all ranks.
         self._numbers = {name: number for number, name in enumerate(tensors)}
         # The ranks that rank 0 needs at all: with whole parameters, none.

@@ -47,12 +47,12 @@ from fsshard.checkpoint.interop.foreign_names import (
     unprefixed,
     whole_state,
 )
-from fsshard.checkpoint.parts import class_name
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from fsshard.sharded.module import ShardedModule
 from fsshard.sharded.optimizer import ShardedOptimizer, groups_by_name
 from fsshard.sharded.state_dict import NEURALOP_ARGUMENTS
+from fsshard.state_objects import class_name
 
 log = logging.getLogger("fsshard")
 UNKNOWN_CLASS = "unknown"  # of an optimizer whose state does not say

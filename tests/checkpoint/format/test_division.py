@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsshard.checkpoint.dividing import divide
 from fsshard.checkpoint.format.division import Division, Layout, Piece, Range, Spread, cover, pieces_in, rank_file
 from fsshard.checkpoint.format.index import FileEntry, Index, ModelInfo, Origin, TensorInfo, sealed
-from fsshard.checkpoint.parts import divide
 from fsshard.errors import CorruptCheckpoint
 
 
