@@ -170,7 +170,8 @@ class CheckpointError(FsshardError, RuntimeError):
 
     def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
         self.failures = dict(sorted((failures or {}).items()))
-        super().__init__("\n".join([message, *(f"  rank {rank}: {text}" for rank, text in self.failures.items())]))
+        lines = [f"  rank {rank}: {text}" for rank, text in self.failures.items()]
+        super().__init__("\n".join([message, *lines]))
 
 
 class CorruptCheckpoint(CheckpointError, ValueError):

@@ -272,8 +272,13 @@ def _put_loss_checks(patch: Patch) -> Undo:
         found = importlib.import_module(f"neuralop.losses.{module}")
         for kind, methods in kinds.items():
             owner = getattr(found, kind, None)
-            own = {name: vars(owner)[name] for name in methods if owner is not None and name in vars(owner)}
-            undoing.append(_replace(owner, {name: _asking(patch, method, kind) for name, method in own.items()}))
+            if owner is None:
+                continue
+            asking = {}
+            for name in methods:
+                if name in vars(owner):
+                    asking[name] = _asking(patch, vars(owner)[name], kind)
+            undoing.append(_replace(owner, asking))
     return _all(undoing)
 
 

@@ -126,7 +126,8 @@ def _may_merge(plan: Plan, members: list[Unit], places: Mapping[str, int], ranks
                 return False
             continue
         length, *rest = [info.shape[dim] for dim in info.order] or info.shape or (1,)
-        odd |= bool(-(-length // ranks) * torch.Size(rest).numel() & 1)
+        rows_of_rank = -(-length // ranks)
+        odd |= bool(rows_of_rank * torch.Size(rest).numel() & 1)
     return True
 
 
@@ -332,7 +333,8 @@ class FSDP2Backend(TorchShardedBackend):
             # FSDP2 shards as torch.chunk does, so that the last ranks can have fewer rows, or none.
             rows, *row = entry.parameter.shape
             entry.group = self.shard_group
-            entry.cut = Cut(stride=-(-rows // self.shard_group.size()) * torch.Size(row).numel())
+            rows_of_rank = -(-rows // self.shard_group.size())
+            entry.cut = Cut(stride=rows_of_rank * torch.Size(row).numel())
             if old is not entry.parameter:
                 mark_stale(old, _stale(entry))
                 if old.requires_grad:  # a list made before fully_shard has weights that silently never train
@@ -354,8 +356,11 @@ class FSDP2Backend(TorchShardedBackend):
             names = [names_of[id(part)] for part in parts]
             check = _before_gather(parts, names, self._planned[unit_name].send)
             unit.register_forward_pre_hook(check, prepend=True)
-            places = [(stored_in(place_of(part).module), place_of(part).param_name) for part in parts]
-            modules.append((unit, [(*place, name) for place, name in zip(places, names, strict=True)]))
+            places: list[Place] = []
+            for part, name in zip(parts, names, strict=True):
+                place = place_of(part)
+                places.append((stored_in(place.module), place.param_name, name))
+            modules.append((unit, places))
         self._looks = LooksAtForwards()
         self._gathered = GatheredWeights(modules)
         self._versions: list[int] = []  # of the shards before a forward that is looked at
@@ -600,7 +605,8 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 
 def _before_gather(parts: list[Any], names: list[str], send: torch.dtype | None) -> Any:
     """Return a hook at the start of a unit's forward that raises where modules hold other tensors than the engine's."""
-    places = [stored_in(place_of(part).module) for part in parts], [place_of(part).param_name for part in parts]
+    module_places = list(map(place_of, parts))
+    places = [stored_in(place.module) for place in module_places], [place.param_name for place in module_places]
 
     def others() -> Iterator[list[Any]]:
         for part, tensors, key in zip(parts, *places, strict=True):

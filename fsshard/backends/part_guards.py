@@ -78,7 +78,9 @@ class PartsGuard:
         """Return whether a state dict may be taken now, or ``given`` be loaded."""
         if self._lifted or not self._torchs_own:
             return bool(self._lifted)
-        return _asked_by_torch() if given is None else not any(type(v) in (Tensor, nn.Parameter) for v in given)
+        if given is None:
+            return _asked_by_torch()
+        return {Tensor, nn.Parameter}.isdisjoint(map(type, given))
 
 
 def _tree(root: nn.Module) -> dict[nn.Module, None]:

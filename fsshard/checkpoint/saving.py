@@ -284,7 +284,9 @@ class _Save:
         tensors = dividing.divide([first, *told[1:]], self.call)
         agree(channel, lambda: dividing.check_plan(self.collected, channel.rank, tensors, self.call), self.timeout)
         ranges = dividing.written_by(channel.rank, channel.size, tensors)
-        total = sum((stop - start) * tensors[name].kind.itemsize for name, (start, stop) in ranges.items())
+        total = 0
+        for name, (start, stop) in ranges.items():
+            total += (stop - start) * tensors[name].kind.itemsize
         return _Arrangement(key, own_key, ranges, tensors, total)
 
     def copied_as_before(self, collect: Callable[[], parts.Collected]) -> bool:

@@ -553,7 +553,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     full = len(numbers) // _WIDTH * _WIDTH
     rows = numbers[:full].view(-1, _WIDTH)
     rest = numbers[full:].to(torch.int64)
-    sums = torch.cat([rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest])
+    sums_of_columns = rows.sum(0, dtype=torch.int64)
+    sums_of_rows = rows.sum(1, dtype=torch.int64)
+    sums = torch.cat([sums_of_columns, sums_of_rows, rest])
     # Weights in which no few add up to none, as small ones do: products wrap around.
     weights = torch.arange(1, len(sums) + 1, device=sums.device) * 0x1E3779B97F4A7C15
     weights = (weights ^ (weights >> 29)) * 0x3F58476D1CE4E5B9

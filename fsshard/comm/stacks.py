@@ -144,7 +144,9 @@ def _place(collective: str, frames: Sequence[_StackFrame]) -> StackLocation:
 
 
 def _frames(text: str) -> list[_StackFrame]:
-    frames = [_StackFrame(match["file"], int(match["line"]), match["function"]) for match in FRAME.finditer(text)]
+    frames = []
+    for match in FRAME.finditer(text):
+        frames.append(_StackFrame(match["file"], int(match["line"]), match["function"]))
     return frames
 
 

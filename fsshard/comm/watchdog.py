@@ -272,7 +272,8 @@ class Place(NamedTuple):
         All else may be slow and no more: a broadcast that other ranks relay, or a rank that they wait for.
         """
         if self.pending is None:
-            return any(rank in self.with_ranks and place.text != self.text for rank, place in others.items())
+            elsewhere = {rank for rank, place in others.items() if place.text != self.text}
+            return not elsewhere.isdisjoint(self.with_ranks)
         for group, number in self.pending:
             if all(place.last.get(group, number) >= number for place in others.values()):
                 return False

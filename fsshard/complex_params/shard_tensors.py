@@ -47,7 +47,9 @@ def assign(tensor: Any, value: Any) -> None:
     if isinstance(value, Tensor) and value.shape == getattr(tensor, "whole_shape", None):
         value = value.reshape(-1)
     if not isinstance(value, Tensor) or value.shape != tensor.shape or value.is_complex() != tensor.is_complex():
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        got = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            got = f"{value.dtype} {tuple(value.shape)}"
         raise FsshardError(
             f".data = ... of a parameter of the model, or of its gradient: expected {tensor.dtype} "
             f"{tuple(tensor.shape)} to copy into the engine's memory, got {got}; change the model before fsshard.wrap"

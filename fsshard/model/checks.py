@@ -376,7 +376,8 @@ def _raise_difference(
         names = of_model
         what = "hold different models"
     rows = [["", "rank 0", f"rank {other}"]]
-    rows += [[name, here.get(name, "-"), there.get(name, "-")] for name in names[:SHOWN]]
+    for name in names[:SHOWN]:
+        rows.append([name, here.get(name, "-"), there.get(name, "-")])
     lines = [f"ranks 0 and {other} {what}:", *aligned(rows)]
     if len(names) > SHOWN:
         lines.append(f"and {len(names) - SHOWN} more")

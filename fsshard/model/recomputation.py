@@ -383,8 +383,8 @@ def _share(tensor: Tensor) -> Tensor:
     # four times as long as the blocks themselves. Not for those that do change: their memory would be another one after
     # each forward, which a CUDA graph does not follow. Some kernels (scaled_dot_product_attention reading its mask,
     # torch 2.13) ask for memory to write to where they read; then this is a copy, made late.
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
-    if plain:
+    is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
+    if is_dense and tensor.device.type in ("cpu", "cuda"):
         try:
             return lazy_clone(tensor.detach())
         except RuntimeError:  # torch.func's; memory of NumPy or of several processes ("Expected storage != nullptr")

@@ -77,7 +77,7 @@ class Reduction:
         self.owners = list(owners)
         self._reduce_dtypes = reduce_dtypes
         self.silenced: int = 0 if before is None else before.silenced
-        self._index: dict[Tensor, int] = {parameter: index for index, parameter in enumerate(self.parameters)}
+        self._index: dict[Tensor, int] = dict(zip(self.parameters, itertools.count()))
         self._everywhere: list[int] = []
         owned = []
         for index in reversed(range(len(self.parameters))):

@@ -381,7 +381,9 @@ class TraceComparison(StepComparison):
         if estimate.verdict == "exact" or len(self._files) < 2:
             return estimate
         # With the element that differs most, where both sides' tensors are kept.
-        one, other = (self._read(file, *place, self.rank).get(name) for file in self._files)
+        before, now = self._files
+        one = self._read(before, *place, self.rank).get(name)
+        other = self._read(now, *place, self.rank).get(name)
         if one is None or other is None:
             return estimate
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -530,8 +530,11 @@ class ShardedModule(nn.Module):
 
 def wrapped_models(models: Any, call: str) -> list[ShardedModule]:
     """Return one or several wrapped models as a list; raise a ConfigurationError for anything else."""
-    several = models.values() if isinstance(models, Mapping) else models
-    members = [*several] if isinstance(several, Iterable) and not isinstance(models, nn.Module) else [models]
+    members = [models]
+    if isinstance(models, Mapping):
+        members = list(models.values())
+    elif isinstance(models, Iterable) and not isinstance(models, nn.Module):
+        members = list(models)
     if not members or not all(isinstance(model, ShardedModule) for model in members):
         kinds = ", ".join(type(model).__name__ for model in members) or "none"
         raise ConfigurationError(f"{call}: expected models that fsshard.wrap returned, got {kinds}")

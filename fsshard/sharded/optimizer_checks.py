@@ -232,8 +232,11 @@ class OptimizerRequest:
             for name in group["params"]:
                 dims = self._dims(name)
                 _, is_complex = self.parameters[name]
-                # Pairs have a dim more, and are real.
-                kinds.add((dims, is_complex) if self.see_complex else (dims + is_complex, False))
+                if is_complex and not self.see_complex:
+                    # Pairs have a dim more, and are real.
+                    dims += 1
+                    is_complex = False
+                kinds.add((dims, is_complex))
             for at_end, (dims, is_complex) in itertools.product((False, True), sorted(kinds)):
                 dtype = torch.complex128 if is_complex else torch.float64
                 ones = (1,) * (dims - 2)
@@ -241,10 +244,13 @@ class OptimizerRequest:
                 # fewer numbers: the factors of Shampoo, for which the first dim stands, are of 1 by all the others.
                 # Small ones are among them, since some keep blocks, or a number for all, below or from a size on.
                 rows, columns = SHAPE
-                shape: tuple[int, ...] = (*ones, *AT_END) if at_end else (rows, *ones, columns)
+                shape: tuple[int, ...] = (rows, *ones, columns)
+                if at_end:
+                    shape = (*ones, *AT_END)
                 if dims < 2:
                     shape = (math.prod(shape),)
-                value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
+                count = 2 + len(SCALES)
+                value, common, *own = torch.randn((count, *shape), dtype=dtype, generator=generator)
                 stacked = [value]
                 for scale, noise in zip(SCALES, own, strict=True):
                     # The gradients have a direction in common: algorithms that look for one shall find it.
@@ -349,15 +355,18 @@ class OptimizerRequest:
         trained = []
         with contextlib.suppress(Exception), _surroundings():
             samples = self._samples()
+            starts = [stacked[0] for _, stacked in samples]
+            gradients = [stacked[1] for _, stacked in samples]
             for factor in (1.0, -1e3):  # other gradients before the closure, which gives both the same
                 optimizer, parameters = self._build(samples)
                 trained.append(parameters)
 
                 def closure() -> Tensor:
-                    untouched.append(all(torch.equal(p, s[0]) for p, (_, s) in zip(trained[-1], samples, strict=True)))
-                    return _give_gradients(trained[-1], [stacked[1] for _, stacked in samples])
+                    is_untouched = all(map(torch.equal, trained[-1], starts))
+                    untouched.append(is_untouched)
+                    return _give_gradients(trained[-1], gradients)
 
-                _give_gradients(parameters, [factor * stacked[1] for _, stacked in samples])
+                _give_gradients(parameters, [factor * gradient for gradient in gradients])
                 unhooked_step(self.optimizer_class)(optimizer, closure)
             return bool(untouched) and untouched[0] and all(map(torch.equal, *trained))
         return False

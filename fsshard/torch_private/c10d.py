@@ -127,7 +127,10 @@ def collectives(since: int) -> Collectives:
     """
     records = json.loads(_RECORDS.value(True, False)).get("entries", []) if _RECORDS.present else []
     # The oldest comes first, and is forgotten for the 2001st (torch 2.13).
-    complete = bool(records) and (records[0]["record_id"] == 0 or records[0]["time_created_ns"] <= since)
+    complete = False
+    if records:
+        oldest = records[0]
+        complete = oldest["record_id"] == 0 or oldest["time_created_ns"] <= since
     found = Collectives([], {}, complete)
     for record in records:
         name = record["process_group"][0]

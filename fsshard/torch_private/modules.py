@@ -130,5 +130,6 @@ def classes_of_policy(policy: Any) -> Collection[type[nn.Module]]:
 
 def run_policy(policy: Any, model: nn.Module) -> dict[nn.Module, dict[str, Any]]:
     """The modules that one of torch's policies picks, each with the settings that it asks for."""
-    found: dict[nn.Module, dict[str, Any]] = getattr(policy, _RUN_POLICY)(model, ignored_modules=set(), root_kwargs={})
+    run = getattr(policy, _RUN_POLICY)
+    found: dict[nn.Module, dict[str, Any]] = run(model, ignored_modules=set(), root_kwargs={})
     return found

@@ -174,7 +174,9 @@ class _Redealt(torch.autograd.Function):
 
 
 def _shapes(own: Sequence[int], parts: Parts) -> list[list[int]]:
-    return [[*own[: parts.dim], size, *own[parts.dim + 1 :]] for size in parts.sizes]
+    before = own[: parts.dim]
+    after = own[parts.dim + 1 :]
+    return [[*before, size, *after] for size in parts.sizes]
 
 
 def gathered(slab: Tensor, axis: Axis, parts: Parts) -> Tensor:
