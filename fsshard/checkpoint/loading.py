@@ -250,7 +250,7 @@ def _open_together(
         return [kind, str(resolve(path)), seen]
 
     def is_replaced() -> bool:
-        now: Any = identity_of_url(path) if is_url(path) else identity(path)
+        now = identity_of_url(path) if is_url(path) else identity(path)
         return bool(now != seen)
 
     # One rank chooses, so that a save in another job cannot give ranks different ones.

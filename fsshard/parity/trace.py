@@ -458,7 +458,7 @@ def told(recipe: Recipe) -> Texts:
 
 def commit_of(recipe: Recipe) -> str:
     """Return the commit of the recipe's code, with ``+`` where files are changed; "" if there is none, or no git."""
-    build: Any = getattr(recipe.build, "func", recipe.build)
+    build = getattr(recipe.build, "func", recipe.build)
     try:
         folder = Path(inspect.getfile(build)).resolve().parent
     except (TypeError, OSError):

@@ -261,7 +261,7 @@ def _imported(spec: str) -> Any:
     if not colon:
         module_name = "fsshard.recipes"
         attribute = spec
-        names: list[str] = importlib.import_module(module_name).__all__
+        names = importlib.import_module(module_name).__all__
         if spec not in names:
             raise RecipeError(
                 f"{spec!r}: expected 'module:attribute', for example train:recipe, or a built-in recipe: "
@@ -282,7 +282,7 @@ def _imported(spec: str) -> Any:
         raise RecipeError(
             f"{spec!r}: there is no module {error.name!r} (looked in {folder} too); write train:recipe for train.py"
         ) from error
-    value: Any = module
+    value = module
     for part in attribute.split("."):
         if not hasattr(value, part):
             recipes = _recipes_of(module, part)

@@ -75,7 +75,7 @@ def collective_of(func: Any, args: tuple[Any, ...], result: Any) -> Collective |
         return None
     kind = name.strip("_")
     # An unknown collective counts with all that it was given.
-    payload: Any = args
+    payload = args
     for beginning, (known_kind, place) in KINDS.items():
         if plain.startswith(beginning):
             kind = known_kind

@@ -212,7 +212,7 @@ def _divided(
         module = split.model
     if split.loss is not None:
         recipe = replace(recipe, loss=split.loss)
-    data: Any = split.settings.get("device_mesh")
+    data = split.settings.get("device_mesh")
     if getattr(data, "ndim", 1) == 2:
         # wrap() asks for the flattened mesh, and finds it made.
         flattened(data)
@@ -258,7 +258,7 @@ def _mesh(job: Job) -> Any:
     if job.whole_mesh is not None:
         return init_device_mesh("cpu", tuple(job.whole_mesh.values()), mesh_dim_names=tuple(job.whole_mesh))
     names = ("replicate", "shard")[-len(job.mesh) :]
-    mesh: Any = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", job.mesh, mesh_dim_names=names)
     if len(names) == 2:
         # What is flattened is made outside of the fake mode, too.
         flattened(mesh)
@@ -427,7 +427,7 @@ def _state_ratio(trained: Trained) -> float:
     parameters = 0
     for parameter in trained.optimizer.state:
         parameters += getattr(parameter, LOCAL_TENSOR, parameter).nbytes
-    states: list[Arguments] = list(trained.optimizer.state.values())
+    states = list(trained.optimizer.state.values())
     if trained.average is not None:
         states += trained.average.held.state.values()
     nbytes = 0

@@ -462,7 +462,7 @@ def _arrived(reference: weakref.ref[Tracker], gradient: Tensor) -> None:
 def _tensors(value: object) -> Iterator[Tensor]:
     """Yield the plain tensors in a nested value: of a DTensor its local part, of what is still to arrive its memory."""
     for tensor in tensors(value):
-        local: Tensor = getattr(tensor, LOCAL_TENSOR, tensor)
+        local = getattr(tensor, LOCAL_TENSOR, tensor)
         # An AsyncCollectiveTensor has its memory in "elem".
         yield getattr(local, "elem", local)
 
@@ -507,7 +507,7 @@ class _ModuleNames:
         """Return the name of the innermost module at work."""
         if self.stack:
             return self._innermost()
-        node: Any = current_node()
+        node = current_node()
         # It is not in a backward, or at its very end, where engines reduce what is left.
         if node is None:
             return ""

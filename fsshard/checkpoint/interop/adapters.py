@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.checkpoint.format.division import Range
-from fsshard.checkpoint.format.index import Tree, some
+from fsshard.checkpoint.format.index import some
 from fsshard.checkpoint.format.tensors_file import Item, new_file, write
 from fsshard.checkpoint.reader import TensorReader
 from fsshard.errors import ConfigurationError
@@ -116,7 +116,7 @@ def write_peft(model: ShardedModule, reader: TensorReader, folder: Path) -> None
     items = list[Item]()
     kinds = set[tuple[int, float]]()
     for name, (module, attribute) in adapters.items():
-        low_rank: Any = getattr(module, attribute + ADAPTER)
+        low_rank = getattr(module, attribute + ADAPTER)
         a = reader.tensor(str(keys[f"{name}{ADAPTER}.lora_A"]))
         b = reader.tensor(str(keys[f"{name}{ADAPTER}.lora_B"]))
         kinds.add((a.shape[0], low_rank.alpha))
@@ -204,7 +204,7 @@ def _in_place(inner: nn.Module, whole: dict[str, Tensor]) -> Iterator[None]:
     try:
         for key, tensor in whole.items():
             owner, _, name = key.rpartition(".")
-            parameters: Tree = inner.get_submodule(owner)._parameters
+            parameters = inner.get_submodule(owner)._parameters
             before.append((parameters, name, parameters.get(name)))
             parameters[name] = nn.Parameter(tensor, requires_grad=False)
         yield

@@ -117,7 +117,7 @@ class _ZeroFolder:
     def tree(self) -> Tree:
         """Return weights, optimizer state, and what the script saved with them."""
         first = self._models[0]
-        module: Tree = dict(first["module"])
+        module = dict(first["module"])
         state = {}
         groups = []
         for group in self._groups:

@@ -431,7 +431,7 @@ def _once(index: Index, format: str) -> tuple[Names, Names]:
 
 def _config(given: Any) -> Tree:
     """Return a model's configuration as JSON has it."""
-    config: Any = None
+    config = None
     try:
         if isinstance(given, Mapping):
             config = json.loads(json.dumps(dict(given)))

@@ -206,7 +206,7 @@ def _tell_what_is_left(path: Path, names: set[str]) -> None:
 def _weight_map(index: Path) -> Names:
     with os.fdopen(open_regular(index, follow=True), "rb") as stream:
         value = parse_json(stream.read(MAX_INDEX), str(index))
-    files: Any = None
+    files = None
     if isinstance(value, dict):
         files = value.get("weight_map")
     names = files.values() if isinstance(files, dict) else [None]

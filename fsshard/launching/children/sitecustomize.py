@@ -112,7 +112,7 @@ def _wait_for_training(settings: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled():
             return
         handle.remove()
-        recording: Any = import_module("fsshard.parity.scripts.recorder")
+        recording = import_module("fsshard.parity.scripts.recorder")
         recorder = recording.Recorder(settings.pop("folder"), recording.Settings(**settings))
         recorder.start()
         # The recorder's own hooks come too late for this forward.

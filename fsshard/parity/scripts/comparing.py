@@ -245,7 +245,7 @@ def _shared_sketches(sketches: ByQuantity, pair: Pair, number: int) -> ByQuantit
     """Return those of quantities that rank 0 of both scripts has recorded."""
     old = pair.old.at(number)[0]
     new = pair.new.at(number)[0]
-    shared: ByQuantity = {}
+    shared = {}
     for quantity, of_old in old.sketches.items():
         of_new = new.sketches.get(quantity)
         if not of_old or not of_new:
