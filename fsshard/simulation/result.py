@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,6 +210,7 @@ class Estimate(Usage):
 
 
 Estimates = Sequence[Estimate]
+_ranks_of = attrgetter("world_size")
 
 
 def _beside(nbytes: int, bound: int | None) -> list[str]:
@@ -226,12 +228,10 @@ def overview(estimates: Estimates) -> str:
     """
     references = {}
     fewest: dict[str, Estimate] = {}
-    for estimate in estimates:
+    for estimate in sorted(estimates, key=_ranks_of):
         if estimate.backend == REFERENCE:
             references[estimate.world_size] = estimate.peak
-        known = fewest.setdefault(estimate.backend, estimate)
-        if estimate.world_size < known.world_size:
-            fewest[estimate.backend] = estimate
+        fewest.setdefault(estimate.backend, estimate)
     head = ["backend", "ranks", "peak", f"of {REFERENCE}", "bound", "ratio"]
     head += ["collectives", "sent", "bound", "ratio", "time", "samples/s", "scales", "MFU", "peak at"]
     rows = [head]
@@ -296,9 +296,17 @@ def figure(estimates: Estimates, at: int | None = None) -> Figure:
     if below:
         peaks, speeds = below
         for number, one in enumerate(shown):
-            same_backend = [each for each in estimates if each.backend == one.backend]
-            _draw_peaks(peaks, same_backend, scale, f"C{number}")
-            _draw_speeds(speeds, same_backend, f"C{number}")
+            own = [each for each in estimates if each.backend == one.backend]
+            own.sort(key=_ranks_of)
+            color = f"C{number}"
+            heights = [each.peak / scale for each in own]
+            bounds = [each.bounds.peak / scale for each in own]
+            _draw_lines(peaks, own, color, heights, "lower bound", bounds)
+            # What it would be if nothing was sent more.
+            alone = own[0].samples_per_second / own[0].samples
+            perfect = [alone * each.samples for each in own]
+            reached = [each.samples_per_second for each in own]
+            _draw_lines(speeds, own, color, reached, "perfect scaling", perfect)
         peaks.set_xlabel("ranks" + _of_padding(estimates))
         speeds.set_xlabel(f"ranks, each with a batch of one size; by {estimates[0].machine!r}")
     for axes in below:
@@ -337,39 +345,19 @@ def _draw_bars(axes: Axes, estimates: Estimates, scale: int) -> None:
     axes.hlines(bounds, places - 0.31, places + 0.31, color="k", label="lower bound")
 
 
-def _draw_peaks(
+def _draw_lines(
     axes: Axes,
     estimates: Estimates,
-    scale: int,
     color: str,
+    values: list[float],
+    beside: str,
+    others: list[float],
 ) -> None:
-    """Draw the peaks of one backend over world sizes, and their lower bounds."""
-    estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
+    """Draw what one backend has over world sizes, and with dots what stands ``beside`` it."""
     name = estimates[0].backend
-    ranks = []
-    peaks = []
-    bounds = []
-    for estimate in estimates:
-        ranks.append(estimate.world_size)
-        peaks.append(estimate.peak / scale)
-        bounds.append(estimate.bounds.peak / scale)
-    axes.plot(ranks, peaks, "o-", color=color, markersize=4, label=name)
-    axes.plot(ranks, bounds, ":", color=color, label=f"{name}, lower bound")
-
-
-def _draw_speeds(axes: Axes, estimates: Estimates, color: str) -> None:
-    """Draw the samples per second of one backend over world sizes, and what they would be if nothing was sent more."""
-    estimates = sorted(estimates, key=lambda estimate: estimate.world_size)
-    first = estimates[0]
-    ranks = []
-    speeds = []
-    perfect = []
-    for estimate in estimates:
-        ranks.append(estimate.world_size)
-        speeds.append(estimate.samples_per_second)
-        perfect.append(first.samples_per_second * estimate.samples / first.samples)
-    axes.plot(ranks, speeds, "o-", color=color, markersize=4, label=first.backend)
-    axes.plot(ranks, perfect, ":", color=color, label=f"{first.backend}, perfect scaling")
+    ranks = list(map(_ranks_of, estimates))
+    axes.plot(ranks, values, "o-", color=color, markersize=4, label=name)
+    axes.plot(ranks, others, ":", color=color, label=f"{name}, {beside}")
 
 
 def _of_padding(estimates: Estimates) -> str:
