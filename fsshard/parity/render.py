@@ -188,17 +188,11 @@ def _aligned(report: ParityReport) -> str:
     rule = ["-" * max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, rule)
     sides = "<>".ljust(len(rule) - 1, "<") + ">"
-    return "\n".join([_caption(report), *aligned(lines, sides)])
-
-
-def _caption(report: ParityReport) -> str:
+    table = "\n".join(aligned(lines, sides))
     caption = "largest |difference| per quantity, in units of the last place (ulp) too"
-    for cell in report:
-        for step in cell.steps:
-            for differences in step.differences.values():
-                if any(difference.estimated for difference in differences.values()):
-                    return f"{caption}; ~ is a root mean square, estimated from digests"
-    return caption
+    if "~" in table:
+        caption += "; ~ is a root mean square, estimated from digests"
+    return f"{caption}\n{table}"
 
 
 def details(report: ParityReport) -> list[str]:
@@ -438,15 +432,10 @@ def _draw_gaps(
 
     Equal curves lie on top of each other, as losses do. ``everywhere`` has the differences of all columns.
     """
-    decades = []
-    for value in everywhere:
-        if 0 < value < math.inf:
-            decades.append(math.floor(math.log10(value)))
-    # All of them are NaN or infinite, and the axis needs some range.
-    if not decades:
-        decades = [-8]
-    lowest = min(decades)
-    top = max(decades) + 1
+    # If all of them are NaN or infinite, the axis needs some range.
+    finite = [value for value in everywhere if 0 < value < math.inf] or [1e-8]
+    lowest = math.floor(math.log10(min(finite)))
+    top = math.floor(math.log10(max(finite))) + 1
     low = 10.0**lowest
     high = 10.0**top
     not_finite = 10 * high
