@@ -67,10 +67,8 @@ def inspect(
     options.check_files(json_file)
     with output.progress_bar(progress if verify else False, sys.stderr) as bar:
         callback = bar("checksums")
-        tell = None if callback is None else lambda done, of: callback(done, of, "")
-        inspection = inspected(checkpoint, verify=verify, progress=tell)
-    if json_file is not None:
-        output.write_json(json_file, inspection.to_json())
+        inspection = inspected(checkpoint, verify=verify, progress=lambda done, of: callback(done, of, ""))
+    output.write_files(inspection, json_file)
     print("\n".join(inspection.render()), file=output.text_stream(json_file))
     raise Exit(output.exit_code(inspection.ok))
 
@@ -197,11 +195,12 @@ def estimate(
     every = list(dict.fromkeys([*sizes, *sweep]))
     with output.progress_bar(False if quiet else progress, sys.stderr) as bar:
         callback = bar(recipe)
-        tell = None if callback is None else lambda done, of: callback(done, of, "simulated")
         # What the recipe prints must not get into the JSON.
         with redirect_stdout(sys.stderr):
             ranks = every[0] if len(every) == 1 else every
-            estimates = estimating.estimate(recipe, world_size=ranks, progress=tell, **arguments)
+            estimates = estimating.estimate(
+                recipe, world_size=ranks, progress=lambda done, of: callback(done, of, "simulated"), **arguments
+            )
     # The sweep is for the picture alone.
     printed = [one for one in estimates if one.world_size in sizes]
     out = output.text_stream(json_file)
@@ -266,15 +265,15 @@ def tune(
 
     with output.progress_bar(progress, sys.stderr) as bar:
         callback = bar(recipe)
-        tell = None if callback is None else lambda done, text: callback(done, limit or done + 1, text)
+
+        def tell(done: int, text: str) -> None:
+            callback(done, limit or done + 1, text)
+
         # What the recipe prints must not get into the JSON.
         with redirect_stdout(sys.stderr):
             result = tuning.tune(recipe, world_size=world_size, progress=tell, **arguments)
     print(result, file=output.text_stream(json_file))
-    if json_file is not None:
-        output.write_json(json_file, result.to_json())
-    if picture is not None:
-        result.plot(picture)
+    output.write_files(result, json_file, picture)
 
 
 # ------------------------------------------------------------------------------------------------ the demo

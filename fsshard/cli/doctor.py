@@ -23,7 +23,7 @@ from typer import Exit, Option
 
 from fsshard.backends import backend_class, backend_names
 from fsshard.cli.options import Json, check_files
-from fsshard.cli.output import exit_code, held_output, text_stream, write_json
+from fsshard.cli.output import exit_code, held_output, text_stream, write_files
 from fsshard.errors import ConfigurationError, FsshardError, MissingExtra, RankFailed
 from fsshard.launching.context import cuda_devices
 from fsshard.launching.pool import RankPool
@@ -139,8 +139,7 @@ def command(
     for finding in diagnosis.findings:
         console.print(str(finding), style=STYLES[finding.status])
     print("\n".join(diagnosis.conclusion()), file=out)
-    if json_file is not None:
-        write_json(json_file, diagnosis.to_json())
+    write_files(diagnosis, json_file)
     raise Exit(exit_code(diagnosis.ok))
 
 

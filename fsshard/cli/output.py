@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 AGREED = 0
 DIFFERENT = 1
@@ -36,6 +36,14 @@ def write_json(file: str, text: str) -> None:
         print(text)
     else:
         Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+def write_files(result: Any, json_file: str | None, picture: str | None = None) -> None:
+    """Write a result to the files that a command was given for it."""
+    if json_file is not None:
+        write_json(json_file, result.to_json())
+    if picture is not None:
+        result.plot(picture)
 
 
 @contextmanager
@@ -90,16 +98,13 @@ def _true_stderr() -> Iterator[TextIO]:
 
 
 @contextmanager
-def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str], ProgressCallback | None]]:
-    """Yield ``name -> progress callback`` with a bar per name; callbacks are None where no bar is shown."""
+def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str], ProgressCallback]]:
+    """Yield ``name -> progress callback`` with a bar per name, where bars are ``wanted`` (None: on a terminal)."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     if wanted is None:
         wanted = stderr.isatty()
-    if not wanted:
-        yield lambda name: None
-        return
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -109,7 +114,14 @@ def progress_bar(wanted: bool | None, stderr: TextIO) -> Iterator[Callable[[str]
     )
     # Output is held back on the descriptors; rich must not hold back sys.stdout once more.
     console = Console(file=stderr, force_terminal=True)
-    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False, transient=True) as bars:
+    with Progress(
+        *columns,
+        console=console,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        transient=True,
+        disable=not wanted,
+    ) as bars:
 
         def bar(name: str) -> ProgressCallback:
             task = bars.add_task(name, total=None, text="")

@@ -156,7 +156,7 @@ def _check_together(given: Options, recipes: list[str]) -> None:
 
 def _each(
     request: Request,
-    train: Callable[[str, output.ProgressCallback | None], Any],
+    train: Callable[[str, output.ProgressCallback], Any],
     pool: AbstractContextManager[Any] | None = None,
 ) -> Options:
     """Map each name to what ``train`` returned, or what stopped it: one that fails does not lose the others."""
@@ -202,7 +202,7 @@ def _compare(request: Request, against: str | None) -> int:
         request.options["against"] = Trace.load(against)
     pool = RankPool(device=request.options["device"])
 
-    def train(name: str, bar: output.ProgressCallback | None) -> ParityReport:
+    def train(name: str, bar: output.ProgressCallback) -> ParityReport:
         return compare(name, pool=pool, progress=bar, **request.options)
 
     results = _each(request, train, pool=pool)
@@ -269,7 +269,7 @@ def _record(request: Request, file: str) -> int:
 
     check_file(file)
 
-    def train(name: str, bar: output.ProgressCallback | None) -> Trace:
+    def train(name: str, bar: output.ProgressCallback) -> Trace:
         return record(name, progress=bar, **request.options)
 
     ((recipe, trace),) = _each(request, train).items()

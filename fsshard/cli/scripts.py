@@ -86,8 +86,7 @@ def compare(
     options.check_files(json_file, picture)
     report = compare_scripts(old, new, repeats=repeat or (), exactly=exactly)
     print(report.sentence if quiet else report, file=output.text_stream(json_file))
-    if json_file is not None:
-        output.write_json(json_file, report.to_json())
+    output.write_files(report, json_file)
     if picture is not None:
         report.report.plot(picture)
     raise Exit(output.exit_code(report.ok))

@@ -51,9 +51,6 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 @contextmanager
 def progress(ctx: fsshard.Context, title: str, total: int) -> Iterator[Callable[[float], None]]:
     """Yield ``advance(loss)``: a bar on rank 0, nothing elsewhere."""
-    if ctx.rank:
-        yield lambda loss: None
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -63,7 +60,7 @@ def progress(ctx: fsshard.Context, title: str, total: int) -> Iterator[Callable[
         TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, disable=ctx.rank > 0) as bar:
         task = bar.add_task(title, total=total, loss=float("nan"))
         yield lambda loss: bar.update(task, advance=1, loss=loss)
 

@@ -72,8 +72,7 @@ class Compare:
 
     def __call__(self, recipe: str, **options: Any) -> ParityReport:
         self.calls.append((recipe, options))
-        if options["progress"] is not None:
-            options["progress"](0.5, 2.0, "fsdp2 on 2 ranks")
+        options["progress"](0.5, 2.0, "fsdp2 on 2 ranks")
         os.write(1, b"a rank on stdout\n")
         os.write(2, b"a rank on stderr\na rank on stderr\n")
         result = self.results.pop(0)
@@ -119,7 +118,7 @@ def test_options_reach_compare(fake: Any) -> None:
     words = "--backends fsdp2,ddp --world-size 1 --world-size 2,4 --steps 3 --reference none --timeout 9 --device cpu"
     assert run(f"{HERE}:tiny", *words.split()) == 0
     ((recipe, options),) = made.calls
-    assert recipe == f"{HERE}:tiny" and options.pop("pool") is not None and options.pop("progress") is None
+    assert recipe == f"{HERE}:tiny" and options.pop("pool") and options.pop("progress")
     assert options == {
         "backends": ["fsdp2", "ddp"],
         "world_sizes": [1, 2, 4],
