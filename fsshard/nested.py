@@ -107,7 +107,8 @@ def _items(value: Any, within: Within) -> dict[Any, Any] | None:
         # Another class may be more than its items.
         return None
     if not is_named and _is_dataclass_instance(value):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name, None) for name in names}
     mappings: Any = dict
     sequences: Any = (list, tuple)
     if within == "all":
@@ -173,7 +174,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return the same structure with ``function(tensor)`` for each tensor."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return leaf
+
+    return map_leaves(changed, value)
 
 
 def is_array(value: Any) -> bool:

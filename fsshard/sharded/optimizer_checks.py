@@ -161,8 +161,7 @@ class OptimizerRequest:
         """
         divides = backend.facts.divides
         if self.whole and self._ancestry & GLOBAL_OPTIMIZERS and divides == "elements":
-            name = self.optimizer_class.__name__
-            told = f"{name} with whole=True (it looks at all parameters at once, and no rank has them)"
+            told = f"{self.optimizer_class.__name__} with whole=True (it looks at all parameters, and no rank has them)"
             raise UnsupportedByBackend(told, backend.name, "leave whole=True out")
         if on_mesh:
             if self.whole:
@@ -249,8 +248,7 @@ class OptimizerRequest:
                     shape = (*ones, *AT_END)
                 if dims < 2:
                     shape = (math.prod(shape),)
-                count = 2 + len(SCALES)
-                value, common, *own = torch.randn((count, *shape), dtype=dtype, generator=generator)
+                value, common, *own = torch.randn((2 + len(SCALES), *shape), dtype=dtype, generator=generator)
                 stacked = [value]
                 for scale, noise in zip(SCALES, own, strict=True):
                     # The gradients have a direction in common: algorithms that look for one shall find it.
@@ -362,8 +360,7 @@ class OptimizerRequest:
                 trained.append(parameters)
 
                 def closure() -> Tensor:
-                    is_untouched = all(map(torch.equal, trained[-1], starts))
-                    untouched.append(is_untouched)
+                    untouched.append(all(map(torch.equal, trained[-1], starts)))
                     return _give_gradients(trained[-1], gradients)
 
                 _give_gradients(parameters, [factor * gradient for gradient in gradients])

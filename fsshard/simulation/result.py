@@ -280,7 +280,8 @@ def figure(estimates: Estimates, at: int | None = None) -> Figure:
     from matplotlib.ticker import EngFormatter
 
     sizes = sorted({estimate.world_size for estimate in estimates})
-    at = estimates[0].world_size if at is None else at
+    if at is None:
+        at = estimates[0].world_size
     shown = [estimate for estimate in estimates if estimate.world_size == at]
     largest = max(estimate.peak for estimate in shown)
     # The unit is the same above and below.
@@ -313,7 +314,8 @@ def figure(estimates: Estimates, at: int | None = None) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
+        labels = list(map(str, sizes))
+        axes.set_xticks(sizes, labels, fontsize=8)
     for axes in (bars, *below):
         style_axes(axes)
         axes.set_ylabel(f"{unit} per rank at the peak")

@@ -41,7 +41,8 @@ def _all_arrangements(names: Sequence[str], world_size: int) -> Iterator[dict[st
         if not _replicas_consist_of_shards(order):
             continue
         for sizes in _factorisations(world_size, len(order)):
-            mesh = check_mesh(dict(zip(order, sizes, strict=True)))
+            sizes_by_name = dict(zip(order, sizes, strict=True))
+            mesh = check_mesh(sizes_by_name)
             # The place of a dimension of one rank makes no difference.
             key = tuple((name, size) for name, size in mesh.items() if size > 1)
             if key not in seen:
