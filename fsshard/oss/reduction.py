@@ -104,10 +104,7 @@ class Reduction:
         # Gradients that have not been reduced.
         self._arrived: set[int] = set()
         if before is not None:
-            for index, parameter in enumerate(self.parameters):
-                is_thawed = parameter.grad is not None and parameter not in before._index
-                if is_thawed and parameter not in self._means:
-                    self._arrived.add(index)
+            self._note_thawed(before)
         # Gradients that come in parts, or at the end of an inner backward.
         self._deferred: set[int] = set()
         self._learning = True
@@ -125,13 +122,20 @@ class Reduction:
         self._hooks: list[Any] = []
         if group.size() > 1:
             self._take_over()
-        else:
-            if before is not None:
-                before.detach()
-            # Nothing is sent, and every engine rounds all the same.
-            for index, parameter in enumerate(self.parameters):
-                if reduce_dtypes.get(parameter) is not None and parameter.requires_grad:
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._round, index)))
+            return
+        if before is not None:
+            before.detach()
+        # Nothing is sent, and every engine rounds all the same.
+        for index, parameter in enumerate(self.parameters):
+            if reduce_dtypes.get(parameter) is not None and parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_weakly(self._round, index)))
+
+    def _note_thawed(self, before: Reduction) -> None:
+        """Count the gradients of thawed parameters, which are no means, as not reduced."""
+        for index, parameter in enumerate(self.parameters):
+            is_thawed = parameter.grad is not None and parameter not in before._index
+            if is_thawed and parameter not in self._means:
+                self._arrived.add(index)
 
     def _new_buckets(self, indices: Sequence[int], elements: int) -> list[GradientBucket]:
         """Return buckets of one dtype on the way each, in the order in which they are complete."""
