@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import fsshard
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """End a training step as scripts do."""
     optimizer.step()
     optimizer.zero_grad()
+
+
+def with_sgd(module: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    """Wrap a module, and build the plainest optimizer over it."""
+    model = fsshard.wrap(module, **settings)
+    return model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+
+
+def with_adam(module: nn.Module, **settings: Any) -> tuple[Any, Any]:
+    """Wrap a module, and build over it an optimizer that has state."""
+    model = fsshard.wrap(module, **settings)
+    return model, fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
 
 
 class Spectral(nn.Module):

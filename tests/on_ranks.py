@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from fsshard.launching.pool import RankPool
 
 
-def on_ranks(world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world_size: int | Callable[[str], int] = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test of a module's function that every rank of the session's pool runs, with the test's parameters.
 
     Args:
-        world_size: how many ranks; a parameter of the test with this name comes before it.
+        world_size: how many ranks, or a function of the test's parameter ``backend`` that says so; a parameter of the
+            test with the name ``world_size`` comes before it.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(ranks: RankPool, **parameters: Any) -> None:
             size = parameters.get("world_size", world_size)
+            if callable(size):
+                size = size(parameters["backend"])
             ranks.run(_run, size, body.__module__, body.__name__, parameters)
 
         ranks = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)

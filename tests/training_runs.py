@@ -189,6 +189,12 @@ def differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {one!r} != {other!r}"
 
 
+def check_equal(one: Any, other: Any, where: str = "") -> None:
+    """Raise if two nested results differ, with the paths at which they do."""
+    found = list(differences(one, other, where))
+    assert not found, found
+
+
 def _same_object(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 

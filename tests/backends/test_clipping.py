@@ -38,8 +38,7 @@ class Waves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = torch.tanh(self.first(x)).to(torch.complex64) * (1 + 0.5j)
-        out = self.last((z @ self.weight).abs())
-        return out
+        return self.last((z @ self.weight).abs())
 
 
 def backward(model: Any, number: int = 0) -> None:

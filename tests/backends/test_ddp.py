@@ -17,7 +17,8 @@ from torch import nn
 import fsshard
 from fsshard.errors import ConfigurationError, OptimizerError, UnsupportedByBackend
 from tests.dropped import Known, run_pass
-from tests.models import batch, net, take_step
+from tests.models import batch, net, take_step, with_sgd
+from tests.on_ranks import on_ranks
 from tests.training_runs import differences
 
 
@@ -29,8 +30,7 @@ def job_thaw(raw: bool) -> bool:
         model = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module))
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     else:
-        model = fsshard.wrap(module, backend="ddp")
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(module, backend="ddp")
     for number in range(4):
         if number == 2:
             module.first.requires_grad_(True)
@@ -54,8 +54,7 @@ def count_and_halve(seen: list[int], bucket: dist.GradBucket) -> torch.futures.F
     """Half of the mean, so that who does not call it trains otherwise."""
     seen.append(bucket.buffer().numel())
     work = dist.all_reduce(bucket.buffer().div_(2 * dist.get_world_size()), async_op=True)
-    future = work.get_future().then(lambda done: done.value()[0])
-    return future
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 count_and_halve.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[torch.Tensor]})
@@ -69,8 +68,7 @@ def job_hooked(raw: bool) -> tuple[bool, dict[str, torch.Tensor]]:
         model = nn.parallel.DistributedDataParallel(fsshard.tensorfy(module), find_unused_parameters=True)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     else:
-        model = fsshard.wrap(module, backend="ddp")
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(module, backend="ddp")
     model.register_comm_hook(seen, count_and_halve)
     called = []
     for number in range(3):
@@ -138,7 +136,9 @@ def test_hooks_that_ddp_cannot_have(ranks: Any, how: str, kind: type[Exception],
         assert isinstance(error, kind) and text in str(error)
 
 
-def job_goes_on_without() -> tuple[int, bool]:
+@on_ranks()
+def test_nothing_watches_a_module_whose_wrapper_is_gone() -> None:
+    """After a broken backward each gradient of it would be noted in a list that nobody reads."""
     module = net()
     model = fsshard.wrap(module, backend="ddp")
     run_pass(model, "broken")
@@ -152,12 +152,8 @@ def job_goes_on_without() -> tuple[int, bool]:
     gradient = module.first.weight.grad.clone()
     dist.all_reduce(gradient)
     hooks = [getattr(parameter, "_post_accumulate_grad_hooks") for parameter in module.parameters()]  # noqa: B009
-    return sum(map(len, filter(None, hooks))), torch.equal(gradient / 2, module.first.weight.grad)
-
-
-def test_nothing_watches_a_module_whose_wrapper_is_gone(ranks: Any) -> None:
-    """After a broken backward each gradient of it would be noted in a list that nobody reads."""
-    assert ranks.run(job_goes_on_without, 2) == [(0, False), (0, False)]
+    assert sum(map(len, filter(None, hooks))) == 0
+    assert not torch.equal(gradient / 2, module.first.weight.grad)
 
 
 # ------------------------------------------------------------------------------------------ steps of each rank alone
@@ -303,16 +299,13 @@ def test_gradients_lie_in_buckets_where_they_are_aligned(ranks: Any) -> None:
     assert ranks.run(job_addresses, 2, False) == [(False, True)] * 2
 
 
-def job_kept_gradients() -> bool:
+@on_ranks(1)
+def test_one_rank_leaves_gradients_that_are_kept_as_they_are() -> None:
+    """As torch without DDP does: g1 = [p.grad ...]; zero_grad(); loss2.backward()."""
     model = fsshard.wrap(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16)), backend="ddp")
     kept = []
     for number in range(2):
         model.zero_grad()
         model(batch(number)).square().sum().backward()
         kept += [(parameter.grad, parameter.grad.clone()) for parameter in model.module.parameters()]
-    return all(torch.equal(gradient, copy) for gradient, copy in kept)
-
-
-def test_one_rank_leaves_gradients_that_are_kept_as_they_are(ranks: Any) -> None:
-    """As torch without DDP does: g1 = [p.grad ...]; zero_grad(); loss2.backward()."""
-    assert ranks.run(job_kept_gradients, 1) == [True]
+    assert all(torch.equal(gradient, copy) for gradient, copy in kept)

@@ -17,7 +17,9 @@ import fsshard
 from fsshard.errors import ConfigurationError, MissingExtra, RankMismatch
 from fsshard.model.precision import bfSixteen, fpSixteen
 from tests.forked import run_script
-from tests.training_runs import Run, compare, differences, wrapped
+from tests.models import take_step, with_sgd
+from tests.on_ranks import on_ranks
+from tests.training_runs import Run, check_equal, compare, wrapped
 
 BOTH = ("real", "native")
 
@@ -72,8 +74,7 @@ def job_dtypes(settings: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = wrapped(Run("two_precisions", settings=settings, backend=settings.pop("backend")))
     for _ in range(3):
         model(torch.ones(2, 4) * (1 + dist.get_rank())).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return {"weights": model.state_dict(), "state": optimizer.state_dict()}
 
 
@@ -81,7 +82,7 @@ def test_one_optimizer_over_several_dtypes(ranks: Any) -> None:
     """The real OSS has one buffer for all, and is refused."""
     native = {"backend": "fairscale", "implementation": "native"}
     for one, other in zip(ranks.run(job_dtypes, 2, {"backend": "ddp"}), ranks.run(job_dtypes, 2, native), strict=True):
-        assert list(differences(one, other)) == []
+        check_equal(one, other)
     for error in ranks.run_expecting_errors(job_dtypes, 2, {**native, "implementation": "real"}):
         assert "implementation='native'" in str(error)
 
@@ -188,25 +189,20 @@ class Fails(torch.autograd.Function):
         raise ValueError("on purpose")
 
 
-def job_failed_backward(implementation: str) -> list[str]:
-    model = fsshard.wrap(net(), backend="fairscale", implementation=implementation)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@pytest.mark.parametrize("implementation", BOTH)
+@on_ranks()
+def test_training_goes_on_after_a_backward_that_failed(implementation: str) -> None:
+    model, optimizer = with_sgd(net(), backend="fairscale", implementation=implementation)
     x = torch.ones(2, 6) * (1 + dist.get_rank())
     with contextlib.suppress(ValueError):
         Fails.apply(model(x)).sum().backward()
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
-    reference = fsshard.wrap(net(), backend="ddp")
-    plain = fsshard.build_optimizer(reference, torch.optim.SGD, lr=0.1)
+    reference, plain = with_sgd(net(), backend="ddp")
     reference(x).square().mean().backward()
     plain.step()
-    return list(differences(reference.state_dict(), model.state_dict()))
-
-
-@pytest.mark.parametrize("implementation", BOTH)
-def test_training_goes_on_after_a_backward_that_failed(ranks: Any, implementation: str) -> None:
-    assert ranks.run(job_failed_backward, 2, implementation) == [[]] * 2
+    check_equal(reference.state_dict(), model.state_dict())
 
 
 # ------------------------------------------------------------------------------------------------ where memory moves
@@ -224,13 +220,11 @@ def job_frozen_before_the_step(backend: str, options: dict[str, Any]) -> dict[st
         model(x).square().mean().backward()
         if step == 0:
             weight.requires_grad_(False)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = model.state_dict()
-    return found
+        take_step(optimizer)
+    return model.state_dict()
 
 
 def test_a_layer_that_is_frozen_between_backward_and_step(ranks: Any) -> None:
     plain = ranks.run(job_frozen_before_the_step, 2, "ddp", {})
     native = ranks.run(job_frozen_before_the_step, 2, "fairscale", {"implementation": "native"})
-    assert list(differences(plain, native)) == []
+    check_equal(plain, native)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsshard
 from fsshard.backends.whole import state_of
 from fsshard.errors import UnsupportedByBackend
-from tests.models import take_step, two_heads
+from tests.models import take_step, two_heads, with_sgd
 
 Step = tuple[tuple[str, ...], ...]
 """For each micro-batch, the head that each of the four ranks uses. Ranks 0 and 1 are a replica, and 2 and 3."""
@@ -90,8 +90,7 @@ def test_replicas_that_use_other_parts(ranks: Any, quiet: bool, torchs: bool, im
 def job_reduced_in_bfloat16() -> dict[str, Tensor]:
     precision = fsshard.Precision(reduce=torch.bfloat16)
     options = {"mixed_precision": precision, "device_mesh": mesh(), "find_unused_parameters": True}
-    model = fsshard.wrap(two_heads(), backend="fairscale", **options)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(two_heads(), backend="fairscale", **options)
     for step, micro in enumerate(STEPS[1:3]):
         for part, heads in enumerate(micro):
             model(inputs(step, part, dist.get_rank()), heads[dist.get_rank()]).square().mean().backward()

@@ -16,10 +16,10 @@ from torch.nn import functional
 import fsshard
 from tests import by_hand
 from tests.advice.following import refused
-from tests.models import take_step
+from tests.models import take_step, with_sgd
 from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import differences
+from tests.training_runs import check_equal, differences
 
 DIVIDED = ("fsdp", "fsdp2")
 WHOLE = ("ddp", "fairscale")
@@ -544,8 +544,7 @@ def test_weights_that_the_first_forward_writes_are_named(backend: str, units: bo
 @pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
 @on_ranks()
 def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> None:
-    model = fsshard.wrap(ActNorm(by_data=False), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(ActNorm(by_data=False), backend=backend)
     if backend in DIVIDED:
         with refused("`with torch.no_grad(), model.full_parameters(writeback=True): model.module(batch)`"):
             model(batch(0, 0))
@@ -574,8 +573,9 @@ PENALTIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def job_outside(backend: str) -> dict[str, str]:
-    """Losses with weights beside the forward, in the first step and in one that is not looked at."""
+@pytest.mark.parametrize("backend", DIVIDED)
+@on_ranks()
+def test_penalties_beside_the_forward_are_refused(backend: str) -> None:
     outcome = {}
     for name, act in PENALTIES.items():
         for steps in (0, 2):
@@ -588,17 +588,11 @@ def job_outside(backend: str) -> dict[str, str]:
                 outcome[f"{name} {steps}"] = "no error"
             except (fsshard.FsshardError, RuntimeError) as error:
                 outcome[f"{name} {steps}"] = str(error)
-    return outcome
-
-
-@pytest.mark.parametrize("backend", DIVIDED)
-def test_penalties_beside_the_forward_are_refused(ranks: Any, backend: str) -> None:
-    for outcome in ranks.run(job_outside, 2, backend):
-        for name, text in outcome.items():
-            assert "outside of" in text or (backend == "fsdp2" and "mixed torch.Tensor and DTensor" in text), (
-                name,
-                text,
-            )
+    for name, text in outcome.items():
+        assert "outside of" in text or (backend == "fsdp2" and "mixed torch.Tensor and DTensor" in text), (
+            name,
+            text,
+        )
 
 
 def job_module(backend: str) -> str:
@@ -616,7 +610,9 @@ def test_calling_the_module_inside_is_refused_where_it_does_not_gather(ranks: An
     assert ranks.run(job_module, 2, "fsdp2") == ["no error"] * 2
 
 
-def job_after_an_error(backend: str) -> dict[str, Any]:
+@pytest.mark.parametrize("backend", DIVIDED)
+@on_ranks()
+def test_training_goes_on_after_a_refusal(backend: str) -> None:
     """A forward that was refused leaves nothing behind, and the guard is off outside of forwards."""
     model = wrapped("Base", backend, True)
     inner = model.module
@@ -632,13 +628,8 @@ def job_after_an_error(backend: str) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.mul_(1.0)
-    return dict(model.state_dict())
-
-
-@pytest.mark.parametrize("backend", DIVIDED)
-def test_training_goes_on_after_a_refusal(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_after_an_error, 2, backend):
-        assert not list(differences(replicas("Base")[0]["weights"], found))
+    found = dict(model.state_dict())
+    check_equal(replicas("Base")[0]["weights"], found)
 
 
 def job_raw(engine: str, name: str) -> float:
@@ -684,4 +675,4 @@ def test_a_users_own_compiled_function_goes_on_without_the_guard(ranks: Any) -> 
     BUILDS["CallsCompiled"] = lambda: written(CallsCompiled)
     for reference, outcome in zip(replicas("CallsCompiled"), ranks.run(job_compiled, 2), strict=True):
         assert not isinstance(outcome["CallsCompiled"], tuple), outcome
-        assert not list(differences(reference, outcome["CallsCompiled"]))
+        check_equal(reference, outcome["CallsCompiled"])

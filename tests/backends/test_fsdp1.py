@@ -11,7 +11,7 @@ from torch import nn
 import fsshard
 from fsshard.errors import ModelError
 from fsshard.torch_private.fsdp1 import let_go
-from tests.models import net, take_step
+from tests.models import net, take_step, with_sgd
 from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
@@ -76,8 +76,7 @@ class Frozen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.frozen(x)
         self.seen.append(y.requires_grad)
-        out = self.free(y)
-        return out
+        return self.free(y)
 
 
 def job_frozen(raw: bool) -> tuple[list[bool], list[bool]]:
@@ -118,14 +117,16 @@ class Wide(nn.Module):
         self.large = nn.Linear(4, 512).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.block(x) * self.large(self.head(x)).mean(1, keepdim=True)
-        return out
+        return self.block(x) * self.large(self.head(x)).mean(1, keepdim=True)
 
 
-def job_gradients_held() -> tuple[int, int]:
-    """Bytes of gradients after a backward: of trainable parameters, and of the frozen, unfrozen and frozen again."""
-    model = fsshard.wrap(Wide(), backend="fsdp", auto_wrap_policy={Frozen})
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@on_ranks()
+def test_frozen_weights_have_no_gradient_that_is_held_or_sent() -> None:
+    """Raw FSDP1 holds one for the whole of a unit's flat parameter.
+
+    Bytes of gradients after a backward: of trainable parameters, and of the frozen, unfrozen and frozen again.
+    """
+    model, optimizer = with_sgd(Wide(), backend="fsdp", auto_wrap_policy={Frozen})
     held = []
     for large in (False, True, False):
         model.module.large.requires_grad_(large)
@@ -133,17 +134,20 @@ def job_gradients_held() -> tuple[int, int]:
         held.append(sum(t.untyped_storage().nbytes() for t in model.backend.held_by_engine()["gradients"]))
         take_step(optimizer)
     assert held[0] == held[2]
-    return held[0], held[1]
+    frozen = held[0]
+    unfrozen = held[1]
+    assert frozen <= 2 * 4 * (5 + 20 + 8) and unfrozen > frozen + 4 * 512
 
 
-def test_frozen_weights_have_no_gradient_that_is_held_or_sent(ranks: Any) -> None:
-    """Raw FSDP1 holds one for the whole of a unit's flat parameter."""
-    for frozen, unfrozen in ranks.run(job_gradients_held, 2):
-        assert frozen <= 2 * 4 * (5 + 20 + 8) and unfrozen > frozen + 4 * 512
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_what_is_frozen_is_unfrozen_by_its_module(world_size: int) -> None:
+    """Raw FSDP1 on one rank leaves views in modules after a backward: ``requires_grad_()`` does not find the weights.
 
+    Between micro-batches of no_sync() it raises for sizes on two ranks, and on one loses a gradient.
 
-def job_frozen_by_module() -> list[Any]:
-    """Show that frozen weights stay parameters of their module, and are unfrozen with it, between steps alone."""
+    Show that frozen weights stay parameters of their module, and are unfrozen with it, between steps alone.
+    """
     model, x = fsshard.wrap(Wide(), backend="fsdp", auto_wrap_policy={Frozen}), torch.ones(2, 4, requires_grad=True)
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     names, found = {name for name, _ in model.module.named_parameters()}, list[Any]()
@@ -159,16 +163,7 @@ def job_frozen_by_module() -> list[Any]:
     model.module.large.bias.requires_grad_(False)
     with pytest.raises(ModelError, match="between two steps, or use backend='fsdp2'"):
         model(x)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_frozen_is_unfrozen_by_its_module(ranks: Any, world_size: int) -> None:
-    """Raw FSDP1 on one rank leaves views in modules after a backward: ``requires_grad_()`` does not find the weights.
-
-    Between micro-batches of no_sync() it raises for sizes on two ranks, and on one loses a gradient.
-    """
-    assert ranks.run(job_frozen_by_module, world_size) == [[set(), True, set(), False]] * world_size
+    assert found == [set(), True, set(), False]
 
 
 class OfDict(Frozen):
@@ -176,30 +171,24 @@ class OfDict(Frozen):
         return super().forward(batch["x"])
 
 
-def job_gradient_of_nested_input() -> list[float]:
+@on_ranks()
+def test_a_frozen_model_has_the_gradient_of_an_input_within_a_dict() -> None:
+    """Raw FSDP1: "A leaf node was passed to _will_engine_execute_node"."""
     model, x = fsshard.wrap(OfDict().requires_grad_(False), backend="fsdp"), torch.ones(2, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(model({"x": x}).sum(), x)
-    return [float(gradient.isfinite().all())]
-
-
-def test_a_frozen_model_has_the_gradient_of_an_input_within_a_dict(ranks: Any) -> None:
-    """Raw FSDP1: "A leaf node was passed to _will_engine_execute_node"."""
-    assert ranks.run(job_gradient_of_nested_input, 2) == [[1.0]] * 2
-
-
-def job_numbered_cpu() -> str:
-    model = fsshard.wrap(torch.nn.Linear(4, 4), backend="fsdp", device="cpu:0")  # as accelerate names it
-    model(torch.ones(1, 4)).sum().backward()
-    return str(model.backend.settings.device)
+    assert float(gradient.isfinite().all()) == 1.0
 
 
 def test_finalizers_run_in_any_order() -> None:
     let_go(nn.Parameter(torch.zeros(1)))  # as another finalizer leaves a flat parameter: without attributes
 
 
-def test_a_cpu_has_no_number(ranks: Any) -> None:
+@on_ranks()
+def test_a_cpu_has_no_number() -> None:
     """torch 2.13: FSDP raises a bare ValueError for "cpu:0"."""
-    assert ranks.run(job_numbered_cpu, 2) == ["cpu"] * 2
+    model = fsshard.wrap(torch.nn.Linear(4, 4), backend="fsdp", device="cpu:0")  # as accelerate names it
+    model(torch.ones(1, 4)).sum().backward()
+    assert str(model.backend.settings.device) == "cpu"
 
 
 class Blocks(nn.Module):
@@ -240,7 +229,8 @@ def _names(model: nn.Module) -> list[list[str]]:
     ]
 
 
-def job_names() -> dict[str, Any]:
+@on_ranks()
+def test_who_goes_through_the_model_by_name_finds_the_users_modules() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     raw = Blocks()
@@ -257,15 +247,10 @@ def job_names() -> dict[str, Any]:
         found[f"{engine} modes"] = [part.training for part in (*model.modules(), *module.modules())]
         with model.full_parameters():
             found[f"{engine} whole"] = _names(model.module)
-    return found
-
-
-def test_who_goes_through_the_model_by_name_finds_the_users_modules(ranks: Any) -> None:
-    for found in ranks.run(job_names, 2):
-        assert any("_fsdp_wrapped_module" in name for names in found["raw"] for name in names)
-        for engine in DISTRIBUTED:
-            assert found[engine] == [found["bare"]] * 2 and found[f"{engine} whole"] == found["bare"], engine
-            assert not any(found[f"{engine} modes"]), engine
+    assert any("_fsdp_wrapped_module" in name for names in found["raw"] for name in names)
+    for engine in DISTRIBUTED:
+        assert found[engine] == [found["bare"]] * 2 and found[f"{engine} whole"] == found["bare"], engine
+        assert not any(found[f"{engine} modes"]), engine
 
 
 class Turned(nn.Module):
@@ -281,13 +266,13 @@ class Turned(nn.Module):
         return self.matrix(x).sum() + self.kernel(x.reshape(2, 3, 4, 6)).square().mean()
 
 
-def job_turned() -> list[bool]:
+@on_ranks(1)
+def test_one_rank_reads_gradients_as_weights_lie() -> None:
     """Raw FSDP1 gives the matrix a gradient in the order of memory, as if it were that of indices."""
     trained = []
     for backend in ("none", "fsdp"):
         torch.manual_seed(0)
-        model = fsshard.wrap(Turned(), backend=backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(Turned(), backend=backend)
         for _ in range(2):
             batch = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(1))
             with model.no_sync():  # what comes then is added to it, around a second forward
@@ -297,11 +282,10 @@ def job_turned() -> list[bool]:
             assert gradient.stride() == (1, 4)
             take_step(optimizer)
         trained.append(model.state_dict())
-    return [torch.equal(trained[0][name], trained[1][name]) for name in ("matrix.weight", "kernel.bias")]
-
-
-def test_one_rank_reads_gradients_as_weights_lie(ranks: Any) -> None:
-    assert ranks.run(job_turned, 1) == [[True, True]]
+    assert [torch.equal(trained[0][name], trained[1][name]) for name in ("matrix.weight", "kernel.bias")] == [
+        True,
+        True,
+    ]
 
 
 class HeldTwice(nn.Module):

@@ -17,6 +17,7 @@ import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.planning.policies import Precision
 from tests.models import net
+from tests.on_ranks import on_ranks
 from tests.training_runs import differences
 
 
@@ -59,15 +60,12 @@ def test_what_raw_fsdp2_refuses(ranks: Any, what: str, text: str) -> None:
     assert text in ranks.run(job_raw, 2, what)[0]
 
 
-def job_attributes() -> bool:
+@on_ranks()
+def test_python_attributes_of_parameters_survive() -> None:
     module = net()
     module.first.weight.mark = "kept"
     model = fsshard.wrap(module, backend="fsdp2")
-    return getattr(model.backend.entries["first.weight"].parameter, "mark", None) == "kept"
-
-
-def test_python_attributes_of_parameters_survive(ranks: Any) -> None:
-    assert ranks.run(job_attributes, 2) == [True, True]
+    assert getattr(model.backend.entries["first.weight"].parameter, "mark", None) == "kept"
 
 
 class Spectral(nn.Module):
@@ -158,7 +156,9 @@ class Tempered(nn.Module):
         return cast(Tensor, self.layer(x)) * self.logit_scale.exp()
 
 
-def job_scalar_outside() -> list[Any]:
+@on_ranks()
+def test_a_scalar_parameter_can_be_read_outside_of_the_forward() -> None:
+    """DTensor's reshape said "would remove or reshape sharded dimension 0", even where only the shape was asked for."""
     model = fsshard.wrap(Tempered(), backend="fsdp2")
     inner = cast(Any, model.module)
     seen = [inner.logit_scale.dtype, inner.logit_scale.requires_grad, tuple(inner.logit_scale.shape)]
@@ -169,9 +169,4 @@ def job_scalar_outside() -> list[Any]:
         float(inner.logit_scale.exp())
     with model.full_parameters():
         seen.append(inner.logit_scale.item())
-    return [*seen, model.state_dict()["logit_scale"].item()]
-
-
-def test_a_scalar_parameter_can_be_read_outside_of_the_forward(ranks: Any) -> None:
-    """DTensor's reshape said "would remove or reshape sharded dimension 0", even where only the shape was asked for."""
-    assert ranks.run(job_scalar_outside, 2) == [[torch.float32, True, (1,), 1.5, 1.5]] * 2
+    assert [*seen, model.state_dict()["logit_scale"].item()] == [torch.float32, True, (1,), 1.5, 1.5]

@@ -17,8 +17,10 @@ from fsshard.backends import fsdp2
 from fsshard.comm.gloo import collectives as gloo_collectives
 from fsshard.launching.pool import RankPool
 from fsshard.simulation.simulation import Job, simulate
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 from tests.simulation.recipes import Net, net
-from tests.training_runs import differences
+from tests.training_runs import check_equal
 
 
 class Stack(nn.Module):
@@ -36,8 +38,7 @@ class Stack(nn.Module):
             x = self.layers[number](x).tanh()
             if self.fail:
                 raise ArithmeticError("in the middle")
-        out = self.head(x)
-        return out
+        return self.head(x)
 
 
 def wrapped(backend: str, **settings: Any) -> tuple[Any, Any]:
@@ -53,8 +54,7 @@ def data(step: int) -> Tensor:
 def train(model: Any, optimizer: Any, step: int) -> float:
     loss = model(data(step)).square().sum()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
     return float(loss.detach())
 
 
@@ -206,7 +206,17 @@ def _wide() -> nn.Module:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-def job_same(settings: dict[str, Any]) -> list[str]:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"auto_wrap_policy": None},
+        {"auto_wrap_policy": {nn.Sequential}, "activation_checkpointing": {nn.Tanh, nn.Linear}},
+        {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": True},
+    ],
+    ids=["one_unit", "recomputed", "root_resharded"],
+)
+@on_ranks()
+def test_the_numbers_are_the_engines(settings: dict[str, Any]) -> None:
     """A training with evaluation, accumulation and a look at the whole parameters in between."""
 
     def train() -> dict[str, Any]:
@@ -218,8 +228,7 @@ def job_same(settings: dict[str, Any]) -> list[str]:
             with model.no_sync():
                 model(data(step)).square().mean().backward()
             model(data(step + dist.get_rank())).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             model.eval()
             with torch.no_grad():
                 seen.append(model(data(9)))
@@ -232,23 +241,16 @@ def job_same(settings: dict[str, Any]) -> list[str]:
 
     with as_the_engine_does():
         reference = train()
-    return list(differences(reference, train()))
+    check_equal(reference, train())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"auto_wrap_policy": None},
-        {"auto_wrap_policy": {nn.Sequential}, "activation_checkpointing": {nn.Tanh, nn.Linear}},
-        {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": True},
-    ],
-    ids=["one_unit", "recomputed", "root_resharded"],
-)
-def test_the_numbers_are_the_engines(ranks: Any, settings: dict[str, Any]) -> None:
-    assert ranks.run(job_same, 2, settings) == [[], []]
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError("before a forward")
 
 
-def job_after_a_failure(where: str) -> list[str]:
+@pytest.mark.parametrize("where", ["forward", "hook"])
+@on_ranks()
+def test_after_a_forward_that_failed(where: str) -> None:
     """A forward that raised gathers nothing that a later one would take for new."""
     model, clean = nested(auto_wrap_policy=None), nested(auto_wrap_policy=None)
     for each in (model, clean):
@@ -267,13 +269,4 @@ def job_after_a_failure(where: str) -> list[str]:
     weights = {key: value * 2 for key, value in clean.state_dict().items()}
     for each in (model, clean):
         each.load_state_dict(weights)
-    return list(differences([clean(data(1)).detach()], [model(data(1)).detach()]))
-
-
-def _fail(*_: Any) -> None:
-    raise ZeroDivisionError("before a forward")
-
-
-@pytest.mark.parametrize("where", ["forward", "hook"])
-def test_after_a_forward_that_failed(ranks: Any, where: str) -> None:
-    assert ranks.run(job_after_a_failure, 2, where) == [[], []]
+    check_equal([clean(data(1)).detach()], [model(data(1)).detach()])

@@ -17,6 +17,7 @@ from fsshard.backends.fsdp2 import FSDP2Backend
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError
 from fsshard.simulation.fakes import fake_ranks
+from tests.on_ranks import on_ranks
 from tests.training_runs import differences
 
 NUMBER = 8
@@ -120,7 +121,8 @@ def core_gradient(model: Any) -> Any:
     return {entry.name: gradient for entry, gradient in gather_grads(model.backend)}["core"]
 
 
-def job_seen() -> dict[str, Any]:
+@on_ranks()
+def test_users_see_the_shapes_that_the_model_has() -> None:
     model = wrapped()
     native = Uneven()
     found = {
@@ -153,18 +155,13 @@ def job_seen() -> dict[str, Any]:
     shown.requires_grad_(False)
     loss(model, 0).backward()
     found["frozen"] = (shown.grad is None, dict(model.named_parameters())["w"].grad is not None)
-    return found
-
-
-def test_users_see_the_shapes_that_the_model_has(ranks: Any) -> None:
-    for found in ranks.run(job_seen, 2):
-        assert found["parameters"] == found["native"]
-        assert found["state"] == found["torch's"] == [] and found["written"]
-        assert all("what fsshard.wrap returned" in said for said in found["bare"])
-        assert found["whole"] == [(7, 3, 2), True]
-        assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6)
-        assert found["scaled"] and found["dropped"] and found["frozen"] == (True, True)
-        assert "expected torch.complex64" in found["refused"] and found["set"]
+    assert found["parameters"] == found["native"]
+    assert found["state"] == found["torch's"] == [] and found["written"]
+    assert all("what fsshard.wrap returned" in said for said in found["bare"])
+    assert found["whole"] == [(7, 3, 2), True]
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6)
+    assert found["scaled"] and found["dropped"] and found["frozen"] == (True, True)
+    assert "expected torch.complex64" in found["refused"] and found["set"]
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 import fsshard
 from fsshard.errors import FsshardError
 from tests.models import net
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.on_ranks import on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
 LINE = "state = model.state_dict(rank0_only=True, offload_to_cpu=True)"
@@ -58,7 +59,7 @@ def job_idioms(backend: str) -> dict[str, list[str] | str]:
             given = {key: value.detach() if isinstance(value, Tensor) else value for key, value in given.items()}
             found[name] = list(differences({key: expected[key] for key in given}, given))
             assert given
-    assert list(differences(dict(expected), model.state_dict())) == []
+    check_equal(dict(expected), model.state_dict())
     return found
 
 
@@ -72,7 +73,9 @@ def test_an_idiom_gives_the_whole_or_says_the_line(ranks: Any, backend: str) -> 
             assert refused if divided else given == [], (name, given)
 
 
-def job_within(backend: str) -> list[Any]:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(ranks_of)
+def test_modules_are_whole_within_full_parameters(backend: str) -> None:
     """Modules are whole inside of full_parameters(): state dicts, copies, and loading."""
     model = fsshard.wrap(net(), backend=backend)
     expected = dict(net().state_dict())
@@ -86,16 +89,11 @@ def job_within(backend: str) -> list[Any]:
     if copied is not None:
         found += differences(expected, dict(copied.state_dict()))
         found += differences(expected, dict(through_a_file(copied.first).state_dict()) and dict(copied.state_dict()))
-    return found
+    assert not found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_modules_are_whole_within_full_parameters(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_within, ranks_of(backend), backend) == [[]] * ranks_of(backend)
-
-
-def job_refused() -> list[str]:
-    """Return what else a sharded module refuses; and what torch's checkpoints get, which know what a DTensor is."""
+@on_ranks()
+def test_other_ways_into_a_part_are_refused_in_words() -> None:
     told = []
     for backend in ("fsdp", "fsdp2"):
         model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), backend=backend)
@@ -108,18 +106,13 @@ def job_refused() -> list[str]:
             with pytest.raises((FsshardError, AssertionError)) as error:
                 refused()
             told.append(str(error.value))
-        assert list(differences(dict(state), model.state_dict())) == []
+        check_equal(dict(state), model.state_dict())
     assert all(isinstance(value, DTensor) for value in get_model_state_dict(model.module).values())
     model.module.load_state_dict(get_model_state_dict(model.module))
-    return told
-
-
-def test_other_ways_into_a_part_are_refused_in_words(ranks: Any) -> None:
-    for told in ranks.run(job_refused, 2):
-        for load, part, averaged in (told[:3], told[3:]):
-            assert load.startswith("load_state_dict of ") and "of what fsshard.wrap returned" in load
-            assert part.startswith("load_state_dict of Linear")
-            assert "full_parameters" in averaged or "FSDP does not support deepcopy" in averaged  # torch 2.13
+    for load, part, averaged in (told[:3], told[3:]):
+        assert load.startswith("load_state_dict of ") and "of what fsshard.wrap returned" in load
+        assert part.startswith("load_state_dict of Linear")
+        assert "full_parameters" in averaged or "FSDP does not support deepcopy" in averaged  # torch 2.13
 
 
 NUMBERS: dict[str, Any] = {
@@ -140,8 +133,10 @@ def whole(value: Any) -> float:
     return summed.item()
 
 
-def job_numbers(merge_below: int) -> tuple[list[str], list[float], list[float]]:
-    """Which numbers of parts are given; norms of weights and gradients beside those of the whole."""
+@pytest.mark.parametrize("merge_below", [0, 2**20])
+@on_ranks()
+def test_a_number_is_never_a_parts(merge_below: int) -> None:
+    """Weights and gradients; what is gathered first is right."""
     model = fsshard.wrap(plain(), backend="fsdp2", auto_wrap_policy={nn.Linear}, merge_below=merge_below)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     bare = plain()
@@ -161,11 +156,4 @@ def job_numbers(merge_below: int) -> tuple[list[str], list[float], list[float]]:
                         given.append(name)
     got = [whole(t.norm()) for p in model.parameters() for t in (p.detach(), p.grad) if t is not None]
     expected = [whole(t.norm()) for p in bare.parameters() for t in (p.detach(), p.grad) if t is not None]
-    return given, got, expected
-
-
-@pytest.mark.parametrize("merge_below", [0, 2**20])
-def test_a_number_is_never_a_parts(ranks: Any, merge_below: int) -> None:
-    """Weights and gradients; what is gathered first is right."""
-    for given, got, expected in ranks.run(job_numbers, 2, merge_below):
-        assert given == [] and got == pytest.approx(expected, rel=1e-6)
+    assert given == [] and got == pytest.approx(expected, rel=1e-6)

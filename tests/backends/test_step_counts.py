@@ -12,6 +12,7 @@ import fsshard
 from fsshard.backends.step_counts import StepCounts
 from fsshard.errors import RankMismatch
 from tests.models import batch, net
+from tests.on_ranks import on_ranks
 
 EVERY = 16
 
@@ -68,7 +69,9 @@ def test_replicas_are_compared_before_they_are_saved(ranks: Any) -> None:
         assert isinstance(error, RankMismatch)
 
 
-def job_reads_later() -> list[str]:
+@on_ranks()
+def test_on_a_gpu_a_comparison_is_read_at_the_next() -> None:
+    """Whose answer is there by then: the host does not wait."""
     counts = StepCounts(dist.group.WORLD, torch.device("cpu"))
     counts._reads_later = True
     number = counts.new_optimizer()
@@ -82,10 +85,4 @@ def job_reads_later() -> list[str]:
         except RankMismatch as error:
             told.append(str(error))
             break
-    return told
-
-
-def test_on_a_gpu_a_comparison_is_read_at_the_next(ranks: Any) -> None:
-    """Whose answer is there by then: the host does not wait."""
-    for told in ranks.run(job_reads_later, 2):
-        assert told[0] == "" and "expected optimizer.step() on every rank" in told[1]
+    assert told[0] == "" and "expected optimizer.step() on every rank" in told[1]

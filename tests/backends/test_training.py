@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fsshard
 from tests import training_runs
-from tests.models import Spectral, batch, take_step
+from tests.models import Spectral, batch, take_step, with_sgd
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
 from tests.sets import often
 from tests.training_runs import differences
@@ -75,7 +76,14 @@ def wrapped(head: bool, **settings: Any) -> tuple[Adapted, Any, Any]:
     return module, model, fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
 
 
-def job_preferences(folder: str, head: bool, unused: bool, reference_grad: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("head", "unused", "reference_grad"),
+    often([(True, False, False), (False, True, False), (True, False, True)], (False, True, False), (True, False, True)),
+)
+@on_ranks()
+def test_a_reference_pass_may_freeze(tmp_path: Path, head: bool, unused: bool, reference_grad: bool) -> None:
+    """An engine that is built anew while a graph awaits its backward loses the reduction, silently."""
+    folder = str(tmp_path)
     want, found = bare(head, reference_grad), []
     for index, engine in enumerate(ENGINES):
         if reference_grad and engine["backend"] == "ddp" and unused:
@@ -89,18 +97,7 @@ def job_preferences(folder: str, head: bool, unused: bool, reference_grad: bool)
             preferences(model, module, number, reference_grad).backward()
             take_step(optimizer)
         found += [f"{engine}: {difference}" for difference in differences(want, dict(model.state_dict()))]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("head", "unused", "reference_grad"),
-    often([(True, False, False), (False, True, False), (True, False, True)], (False, True, False), (True, False, True)),
-)
-def test_a_reference_pass_may_freeze(
-    ranks: Any, tmp_path: Path, head: bool, unused: bool, reference_grad: bool
-) -> None:
-    """An engine that is built anew while a graph awaits its backward loses the reduction, silently."""
-    assert ranks.run(job_preferences, 2, str(tmp_path), head, unused, reference_grad) == [[], []]
+    assert not found
 
 
 def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -126,13 +123,11 @@ def job_frozen_after_an_evaluation(engine: dict[str, Any] | None) -> dict[str, T
     return dict(model.state_dict())
 
 
-def job_freezing() -> list[str]:
+@on_ranks()
+def test_freezing_between_steps() -> None:
     want = job_frozen_after_an_evaluation(None)
-    return [f"{e}: {found}" for e in ENGINES for found in differences(want, job_frozen_after_an_evaluation(e))]
-
-
-def test_freezing_between_steps(ranks: Any) -> None:
-    assert ranks.run(job_freezing, 2) == [[], []]
+    wrong = [f"{e}: {found}" for e in ENGINES for found in differences(want, job_frozen_after_an_evaluation(e))]
+    assert not wrong
 
 
 def job_frozen_in_mid_accumulation(engine: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -156,8 +151,7 @@ def job_frozen_in_mid_accumulation(engine: dict[str, Any] | None) -> dict[str, T
     def step(which: int) -> None:
         if engine is None:
             average(parts[which])
-        optimizers[which].step()
-        optimizers[which].zero_grad()
+        take_step(optimizers[which])
 
     for number in range(4):
         with silent():
@@ -175,22 +169,19 @@ def job_frozen_in_mid_accumulation(engine: dict[str, Any] | None) -> dict[str, T
     return dict(model.state_dict())
 
 
-def job_accumulating() -> list[str]:
+@on_ranks()
+def test_freezing_between_micro_batches() -> None:
+    """Raw DDP leaves what was frozen the gradient of its own rank, silently."""
     want, found = job_frozen_in_mid_accumulation(None), []
     for engine in ENGINES:
         if engine["backend"] != "fsdp":  # which refuses it
             got = job_frozen_in_mid_accumulation(engine)  # equal but for the order in which gradients are added up
             found += [f"{engine}: {name}" for name in want if not torch.allclose(got[name], want[name], atol=1e-7)]
-    return found
+    assert not found
 
 
-def test_freezing_between_micro_batches(ranks: Any) -> None:
-    """Raw DDP leaves what was frozen the gradient of its own rank, silently."""
-    assert ranks.run(job_accumulating, 2) == [[], []]
-
-
-def job_raw_fsdp2() -> list[bool]:
-    """Return whether a frozen parameter gets a gradient: before an evaluation, and after one."""
+@on_ranks()
+def test_raw_fsdp2_does_not_hear_of_freezing_after_an_evaluation() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -205,11 +196,7 @@ def job_raw_fsdp2() -> list[bool]:
         bias.requires_grad_(False)
         layer(batch(0)).sum().backward()
         found.append(bias.grad is not None)
-    return found
-
-
-def test_raw_fsdp2_does_not_hear_of_freezing_after_an_evaluation(ranks: Any) -> None:
-    assert ranks.run(job_raw_fsdp2, 2) == [[False, True]] * 2
+    assert found == [False, True]
 
 
 class BrokenOff(Exception):
@@ -267,7 +254,10 @@ def skipping(broken: Any, engine: dict[str, Any] | None) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def job_skipping(broken: Any) -> list[str]:
+@pytest.mark.parametrize("broken", [broken_forward, broken_backward, broken_derivative, dropped_micro_batch])
+@on_ranks()
+def test_a_step_that_broke_off_leaves_nothing_behind(broken: Any) -> None:
+    """Raw FSDP1 and FSDP2 train something else from there on, silently (torch 2.13)."""
     want, found = skipping(broken, None), []
     for engine in ENGINES:
         if engine["backend"] == "ddp" and broken is broken_backward:
@@ -277,19 +267,12 @@ def job_skipping(broken: Any) -> list[str]:
         if engine["backend"] == "ddp" and broken is broken_derivative:
             continue  # raw DDP then sends under no_sync, too, and adds up in another order
         found += [f"{engine}: {difference}" for difference in differences(want, skipping(broken, engine))]
-    return found
-
-
-@pytest.mark.parametrize("broken", [broken_forward, broken_backward, broken_derivative, dropped_micro_batch])
-def test_a_step_that_broke_off_leaves_nothing_behind(ranks: Any, broken: Any) -> None:
-    """Raw FSDP1 and FSDP2 train something else from there on, silently (torch 2.13)."""
-    assert ranks.run(job_skipping, 2, broken) == [[], []]
+    assert not found
 
 
 def evaluated(engine: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
     """Train in bfloat16; each step may evaluate first, with gradients, of which no backward comes."""
-    model = fsshard.wrap(adapted(head=True), mixed_precision="bf16", **engine)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(adapted(head=True), mixed_precision="bf16", **engine)
     for number in range(2):
         kept = [model(batch(number + 9)).square().mean()] if evaluates else []
         model(batch(number)).square().mean().backward()
@@ -298,22 +281,20 @@ def evaluated(engine: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def job_evaluated() -> list[str]:
+@pytest.mark.parametrize("world_size", [2, 1])
+@on_ranks()
+def test_an_evaluation_with_gradients_loses_none(world_size: int) -> None:
+    """Raw FSDP1 reduces no gradient in the next step, silently, in mixed precision (torch 2.13)."""
     found = []
     for engine in (*ENGINES, {"backend": "fsdp", "auto_wrap_policy": {nn.Linear, Spectral}}):
         want = evaluated(engine, False)
         found += [f"{engine}: {difference}" for difference in differences(want, evaluated(engine, True))]
-    return found
+    assert not found
 
 
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_an_evaluation_with_gradients_loses_none(ranks: Any, world_size: int) -> None:
-    """Raw FSDP1 reduces no gradient in the next step, silently, in mixed precision (torch 2.13)."""
-    assert ranks.run(job_evaluated, world_size) == [[]] * world_size
-
-
-def job_raw_fsdp1() -> list[bool]:
-    """Return whether any parameter gets a gradient from raw FSDP1: after no evaluation, and after one."""
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_ranks()
+def test_raw_fsdp1_loses_gradients_after_an_evaluation() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
     found = []
@@ -326,9 +307,4 @@ def job_raw_fsdp1() -> list[bool]:
             model(batch(9))
         model(batch(0)).square().mean().backward()
         found.append(any(parameter.grad is not None for parameter in model.parameters()))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_raw_fsdp1_loses_gradients_after_an_evaluation(ranks: Any) -> None:
-    assert ranks.run(job_raw_fsdp1, 2) == [[True, False]] * 2
+    assert found == [True, False]

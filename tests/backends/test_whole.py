@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.backends.whole import BATCH_BYTES, _packed, _unpacked, collective_batches, gather, scatter_state, set_state
 from fsshard.launching.pool import RankPool
+from tests.models import with_sgd
+from tests.on_ranks import on_ranks
 
 
 def part(elements: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Tensor]:
@@ -41,10 +43,10 @@ def test_state_comes_back_where_it_lay() -> None:
     assert _unpacked(_packed([7]), device) == [7]
 
 
-def job_scattered() -> list[str]:
-    """Return the devices of loaded state, for parameters on a device that is not the state's."""
-    model = fsshard.wrap(nn.Linear(3, 2), backend="ddp")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@on_ranks(1)
+def test_factors_are_loaded_beside_what_has_the_parameters_shape() -> None:
+    """As of SOAP, Shampoo and Adafactor, whose step fails where they lie on another device."""
+    model, optimizer = with_sgd(nn.Linear(3, 2), backend="ddp")
     optimizer.inner._fsshard_state_device = torch.device("meta")
     entry = model.backend.entries["weight"]
     saved = {"momentum": torch.ones(2, 3), "rows": torch.ones(2, 1), "step": torch.tensor(3.0), "calls": 4}
@@ -52,12 +54,7 @@ def job_scattered() -> list[str]:
     state = optimizer.inner.state[entry.parameter]
     set_state(model.backend, optimizer.inner, entry, {})
     assert state["calls"] == 4 and state["step"] == 3
-    return [state[key].device.type for key in ("momentum", "rows", "step")]
-
-
-def test_factors_are_loaded_beside_what_has_the_parameters_shape(ranks: RankPool) -> None:
-    """As of SOAP, Shampoo and Adafactor, whose step fails where they lie on another device."""
-    assert ranks.run(job_scattered, 1) == [["meta", "meta", "cpu"]]
+    assert [state[key].device.type for key in ("momentum", "rows", "step")] == ["meta", "meta", "cpu"]
 
 
 class Odd(nn.Module):

@@ -121,7 +121,8 @@ def test_subgroups_and_meshes(ranks: Any) -> None:
     assert message.startswith(f"{SAVE} failed (of the group of global ranks 1, 2)\n  rank 1: IndexError")
 
 
-def job_thread() -> Any:
+@on_ranks()
+def test_a_writer_thread_does_not_disturb_training() -> None:
     """A writer talks while the main thread trains; the numbers of both come out right."""
     channel, rank, said = met(), dist.get_rank(), []
 
@@ -137,14 +138,13 @@ def job_thread() -> Any:
         dist.all_reduce(number)
         sums.append(number.item() == 2 * step + 1)
     writer.join()
-    return len(said), all(said), all(sums)
+    assert len(said) == 30
+    assert all(said)
+    assert all(sums)
 
 
-def test_a_writer_thread_does_not_disturb_training(ranks: Any) -> None:
-    assert ranks.run(job_thread, 2) == [(30, True, True)] * 2
-
-
-def job_lifetime() -> Any:
+@on_ranks()
+def test_a_meeting_goes_with_its_group() -> None:
     """The gloo group goes with the group it serves, and the next group is not confused by old notes."""
     found = []
     for _ in range(2):
@@ -159,11 +159,7 @@ def job_lifetime() -> Any:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()  # and the world anew on the same store
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
-    return [*found, met().gather("new")]
-
-
-def test_a_meeting_goes_with_its_group(ranks: Any) -> None:
-    assert ranks.run(job_lifetime, 2) == [[[0, 1], True, [0, 1], True, ["new", "new"]]] * 2
+    assert [*found, met().gather("new")] == [[0, 1], True, [0, 1], True, ["new", "new"]]
 
 
 # ------------------------------------------------------------------------------------------------ absent, or elsewhere

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 import fsshard
 from fsshard.comm.agreement import per_rank
 from fsshard.errors import LaunchError
+from tests.models import with_sgd
 from tests.sets import often
 
 SECONDS = 60.0  # what takes longer hangs
@@ -42,8 +43,7 @@ def in_child(work: Callable[[], Any]) -> str:
 
 
 def job_forks(backend: str, folder: str) -> dict[str, str]:
-    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend)
     loss = model(torch.ones(2, 4)).sum()
     loss.backward()
     group = dist.group.WORLD

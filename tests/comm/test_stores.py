@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fsshard.comm import stores
 from fsshard.comm.stores import PatientStore, answer_within, own_store, timeout_of
+from tests.on_ranks import on_ranks
 
 SECONDS = 60.0  # what takes longer hangs
 
@@ -92,14 +92,13 @@ def test_an_error_of_the_store_is_the_askers() -> None:
         answer_within(SECONDS, lambda: 1 // 0)
 
 
-def job_own_store() -> Any:
+@on_ranks()
+def test_ranks_share_their_own_store_and_the_next_is_another() -> None:
     group = dist.group.WORLD
     first, second = own_store(group), own_store(group)
     rank = dist.get_rank()
     first.set(f"rank{rank}", "here")
     dist.barrier()
-    return first.get("rank1"), second.get("rank1"), first.limit == min(stores.ANSWER_SECONDS, timeout_of(group))
-
-
-def test_ranks_share_their_own_store_and_the_next_is_another(ranks: Any) -> None:
-    assert ranks.run(job_own_store, 2) == [(b"here", None, True)] * 2
+    assert first.get("rank1") == b"here"
+    assert second.get("rank1") is None
+    assert first.limit == min(stores.ANSWER_SECONDS, timeout_of(group))

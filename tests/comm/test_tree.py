@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.comm import tree
+from tests.on_ranks import on_ranks
 from tests.parity.test_any_ranks import tree as by_hand
 
 BY_HAND = {
@@ -92,7 +93,8 @@ def test_sums_are_those_of_the_tree(ranks: Any, ranks_started: int, length: int,
         assert not torch.equal(answers[0][2], expected), "torch's own order is another: the test can see one"
 
 
-def job_in_pieces() -> tuple[Tensor, Tensor]:
+@on_ranks(3)
+def test_large_gradients_go_in_pieces() -> None:
     group = dist.group.WORLD
     assert group is not None
     given = numbers(dist.get_rank(), 1200, torch.float32)
@@ -104,12 +106,7 @@ def job_in_pieces() -> tuple[Tensor, Tensor]:
         tree.reduce_scatter(in_pieces, given, group)
     finally:
         tree.PIECE_BYTES = most
-    return at_once, in_pieces
-
-
-def test_large_gradients_go_in_pieces(ranks: Any) -> None:
-    for at_once, in_pieces in ranks.run(job_in_pieces, 3):
-        assert torch.equal(at_once, in_pieces)
+    assert torch.equal(at_once, in_pieces)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -25,22 +25,22 @@ from fsshard.comm import watchdog
 from fsshard.errors import CheckpointError, RankFailed, RankMismatch
 from fsshard.torch_private.c10d import set_timeout
 from tests.comm.test_channel import Deaths
+from tests.models import take_step, with_sgd
+from tests.on_ranks import on_ranks
 from tests.sets import often
 
 BACKENDS = ("ddp", "fsdp", "fsdp2", "fairscale")
 
 
 def trained(backend: str) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
-    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend=backend)
     step(model, optimizer)
     return model, optimizer
 
 
 def step(model: fsshard.ShardedModule, optimizer: fsshard.ShardedOptimizer) -> None:
     model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -87,8 +87,7 @@ def call_until_death(ctx: fsshard.Context, call: str, folder: str) -> None:
     """Rank 1 is killed before a call of all ranks that this one makes, with its own time limit of minutes."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # fsdp gathers the last unit again in its backward
     units = {"auto_wrap_policy": {nn.Linear}} if call == "gather of fsdp" else {}
-    model = fsshard.wrap(layers, backend=call.rpartition(" of ")[2] if " of " in call else "ddp", **units)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(layers, backend=call.rpartition(" of ")[2] if " of " in call else "ddp", **units)
     fsshard.save(f"{folder}/old", model, optimizer)
     loss = model(torch.ones(2, 4)).sum()
     if ctx.rank == 1:
@@ -172,7 +171,8 @@ def test_a_rank_that_does_not_come_to_wrap_is_named(ranks: Any) -> None:
     assert isinstance(error, RankMismatch) and str(error).startswith("fsshard.wrap(): rank 1 did not take part"), error
 
 
-def job_branches() -> str:
+@on_ranks()
+def test_ranks_that_took_different_paths_are_told_so() -> None:
     """Both ranks are in the same call, in collectives that do not belong together."""
     watchdog.join()
     groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
@@ -181,12 +181,8 @@ def job_branches() -> str:
         with watchdog.taking_part(dist.group.WORLD, "the forward"):
             dist.all_reduce(torch.ones(1), group=groups[dist.get_rank()])
 
-    return refused(work)
-
-
-def test_ranks_that_took_different_paths_are_told_so(ranks: Any) -> None:
-    for said in ranks.run(job_branches, 2):
-        assert "in different collectives: they took different paths" in said, said
+    said = refused(work)
+    assert "in different collectives: they took different paths" in said, said
 
 
 def job_state_dict_on_one(backend: str) -> str:
@@ -273,8 +269,12 @@ def test_a_look_that_fails_is_made_again(ranks: Any) -> None:
     assert ranks.run(job_looks_that_fail, 2) == [True, True]
 
 
-def job_late_in_a_pair() -> None:
-    """Rank 2 is late, rank 1 waits for it alone, and rank 0 for both, until it has asked often where they are."""
+@on_ranks(3)
+def test_a_rank_that_waits_for_a_late_one_is_not_stuck() -> None:
+    """Its stack says that it waits in a backward, and not for whom.
+
+    Rank 2 is late, rank 1 waits for it alone, and rank 0 for both, until it has asked often where they are.
+    """
     with mock.patch.multiple(watchdog, INTERVAL=0.05, FIRST_QUESTION=0.1, NEXT_QUESTION=0.2):
         watch, seen, rank = watchdog.Watchdog.made(), dist.distributed_c10d._get_default_store(), dist.get_rank()
         world, pair, places, found = dist.group.WORLD, dist.new_group([1, 2]), watch.places, list[int]()
@@ -295,11 +295,6 @@ def job_late_in_a_pair() -> None:
             loss.backward()
         with mock.patch.object(watch, "places", counted):
             watchdog.wait(dist.all_reduce(torch.ones(3), async_op=True), world, "the sum", 60.0, on_cpu=True)
-
-
-def test_a_rank_that_waits_for_a_late_one_is_not_stuck(ranks: Any) -> None:
-    """Its stack says that it waits in a backward, and not for whom."""
-    ranks.run(job_late_in_a_pair, 3)
 
 
 def job_dies_before_save() -> None:

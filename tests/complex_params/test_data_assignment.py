@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError
 from tests.models import net, take_step
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
 NAMES = ("first.weight", "middle.0.weight", "last.bias")
@@ -62,7 +63,9 @@ def one_step(model: Any, optimizer: Any) -> None:
     take_step(optimizer)
 
 
-def job_writes(backend: str) -> list[str]:
+@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "ddp", "none"))
+@on_ranks(ranks_of)
+def test_a_write_arrives_or_is_refused(backend: str) -> None:
     """Where a write is neither there after a step nor refused."""
     found = []
     for way, (write, value) in WRITES.items():
@@ -83,16 +86,11 @@ def job_writes(backend: str) -> list[str]:
         one_step(model, optimizer)
         one_step(bare, by_hand)
         found += [f"{way}, stepped{d}" for d in differences(dict(bare.state_dict()), model.state_dict())]
-    return found
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "ddp", "none"))
-def test_a_write_arrives_or_is_refused(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_writes, ranks_of(backend), backend):
-        assert not found, "\n".join(found)
-
-
-def job_wrong_values() -> list[str]:
+@on_ranks()
+def test_what_does_not_fit_is_refused() -> None:
     """Values that do not fit are refused, and nothing changes."""
     told = []
     model = fsshard.wrap(net(), backend="fsdp2")
@@ -102,10 +100,5 @@ def job_wrong_values() -> list[str]:
         with pytest.raises(FsshardError, match="expected torch") as error:
             assign(shown[name], value)  # type: ignore[arg-type]
         told.append(str(error.value))
-    assert not list(differences(dict(net().state_dict()), model.state_dict()))
-    return told
-
-
-def test_what_does_not_fit_is_refused(ranks: Any) -> None:
-    for told in ranks.run(job_wrong_values, 2):
-        assert "got torch.float32 (4, 6)" in told[0] and "got a NoneType" in told[2]
+    check_equal(dict(net().state_dict()), model.state_dict())
+    assert "got torch.float32 (4, 6)" in told[0] and "got a NoneType" in told[2]

@@ -24,6 +24,7 @@ from fsshard.complex_params.pairs import Kind
 from fsshard.complex_params.slots import parameter_slots
 from fsshard.errors import StaleParameter
 from tests.complex_params.training import changed, equal, gradients, train, weights
+from tests.models import take_step
 from tests.training_runs import call
 from tests.zoo import COMPLEX, ZOO, ComplexAffine, Holders, ToReal, number
 
@@ -453,8 +454,7 @@ def _trained(backend: str) -> tuple[list[float], dict[str, Tensor]]:
     for _ in range(3):
         losses.append(wrapped(torch.ones(2, 4)).sum())
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return [loss.item() for loss in losses], wrapped.state_dict()
 
 

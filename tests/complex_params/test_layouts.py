@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsshard.complex_params.layouts import DTensorLayout, HandSplit, Shared
+from tests.on_ranks import on_ranks
 
 SHAPE = (5, 4)  # five rows are no two equal parts
 
@@ -20,7 +19,9 @@ def whole(dtype: torch.dtype) -> Tensor:
     return torch.randn(SHAPE, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
-def job_round_trips(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+@on_ranks()
+def test_parts_and_wholes(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     group, value = mesh.get_group(), whole(dtype)
     cases = []
@@ -48,8 +49,3 @@ def job_round_trips(dtype: torch.dtype) -> None:
         pairs = torch.view_as_real(value)
         assert torch.equal(layout.whole(torch.view_as_real(held.to_local())), pairs)
         assert torch.equal(layout.part(pairs), torch.view_as_real(held.to_local()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
-def test_parts_and_wholes(ranks: Any, dtype: torch.dtype) -> None:
-    ranks.run(job_round_trips, 2, dtype)

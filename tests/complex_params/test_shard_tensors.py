@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError, ModelError
 from tests.advice.following import refused
+from tests.models import take_step
 from tests.on_ranks import on_ranks
 from tests.sets import often
 from tests.sharded.training import ALL
@@ -51,10 +52,8 @@ def trained(model: Any, optimizer: Any, idiom: Idiom) -> dict[str, Tensor]:
         with torch.no_grad():
             for parameter in model.parameters():
                 idiom(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = model.state_dict()
-    return state
+        take_step(optimizer)
+    return model.state_dict()
 
 
 def bare(idiom: Idiom, rows: int = 4) -> dict[str, Tensor]:
@@ -138,21 +137,18 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def job_gradients(backend: str, rows: int) -> list[str]:
+@pytest.mark.covering
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("backend", [name for name in ALL if name != "fsdp"])
+@on_ranks(ranks_of)
+def test_what_is_done_to_a_gradient_is_what_the_optimizer_steps_with(backend: str, rows: int) -> None:
     different = []
     for name, idiom in GRADIENTS.items():
         if rows % 2 and name == "turned":  # held as a list of numbers
             continue
         if not is_equal(bare(idiom, rows), wrapped(where_it_is(idiom), backend, rows)):
             different.append(name)
-    return different
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("backend", [name for name in ALL if name != "fsdp"])
-def test_what_is_done_to_a_gradient_is_what_the_optimizer_steps_with(ranks: Any, backend: str, rows: int) -> None:
-    assert ranks.run(job_gradients, ranks_of(backend), backend, rows) == [[]] * ranks_of(backend)
+    assert not different
 
 
 # ------------------------------------------------------------------------------------------- weights and randomness
@@ -190,8 +186,9 @@ WEIGHTS: dict[str, Idiom] = {
 }
 
 
-def job_weights(backend: str) -> dict[str, str]:
-    """Return what each idiom came to; all ranks write to all weights, as ranks that hold the same ones have to."""
+@pytest.mark.parametrize("backend", often(ALL, "fairscale", "fsdp", "fsdp2"))
+@on_ranks(ranks_of)
+def test_weights_are_written_as_those_of_the_bare_model(backend: str) -> None:
     told = {}
     for name, idiom in WEIGHTS.items():
         want = bare(idiom)
@@ -201,16 +198,10 @@ def job_weights(backend: str) -> dict[str, str]:
             told[name] = str(error)
             continue
         told[name] = "equal" if is_equal(want, got) else "different"
-    return told
-
-
-@pytest.mark.parametrize("backend", often(ALL, "fairscale", "fsdp", "fsdp2"))
-def test_weights_are_written_as_those_of_the_bare_model(ranks: Any, backend: str) -> None:
-    for told in ranks.run(job_weights, ranks_of(backend), backend):
-        if backend == "fsdp":
-            assert all("no values here" in text for text in told.values()), told
-        else:
-            assert {name: text for name, text in told.items() if text != "equal"} == {}
+    if backend == "fsdp":
+        assert all("no values here" in text for text in told.values()), told
+    else:
+        assert {name: text for name, text in told.items() if text != "equal"} == {}
 
 
 def initialise(module: nn.Module) -> None:
@@ -347,8 +338,7 @@ def test_state_that_a_user_makes_of_shards_is_stepped() -> None:
         )
         for step in range(3):
             model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             if step == 0:
                 for parameter in model.parameters():
                     optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)

@@ -18,6 +18,9 @@ from fsshard.complex_params.flattened import stored_in
 from fsshard.complex_params.shown import stored_names
 from fsshard.errors import ModelError, OptimizerError
 from tests.by_hand import train
+from tests.models import with_sgd
+from tests.on_ranks import on_ranks
+from tests.training_runs import ranks_of
 from tests.zoo import number
 
 WHOLE = ("none", "ddp", "fairscale")
@@ -124,7 +127,9 @@ def test_a_penalty_in_the_forward_is_that_of_bare_replicas(ranks: Any) -> None:
     assert ranks.run(job_inside, 1, ("none",)) == [[("none", True, True, True)]]
 
 
-def job_outside(backend: str) -> dict[str, Any]:
+@pytest.mark.parametrize("backend", WHOLE)
+@on_ranks(ranks_of)
+def test_parameters_of_the_module_can_be_used_outside_of_forwards(backend: str) -> None:
     """Change ``model.module`` outside of forwards, where each rank has whole parameters."""
     bare, module = Two(), Two()
     model = fsshard.wrap(module, backend=backend, auto_wrap_policy=None)
@@ -165,16 +170,11 @@ def job_outside(backend: str) -> dict[str, Any]:
     module.first.w = module.first.w  # nothing
     with pytest.raises(ModelError, match=r"tie parameters before fsshard\.wrap, or assign nn\.Parameter"):
         module.first.w = module.last.w
-    return found
+    assert all(found.values()), found
 
 
-@pytest.mark.parametrize("backend", WHOLE)
-def test_parameters_of_the_module_can_be_used_outside_of_forwards(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_outside, 1 if backend == "none" else 2, backend):
-        assert all(found.values()), found
-
-
-def job_copies() -> list[Any]:
+@on_ranks(1)
+def test_copies_and_files_have_the_users_parameters() -> None:
     module, bare = Two(), Two()
     fsshard.wrap(module, backend="none", auto_wrap_policy=None)
     expected = [(name, p.dtype, p.shape) for name, p in bare.named_parameters()]
@@ -190,11 +190,7 @@ def job_copies() -> list[Any]:
     found.append(type(copy.deepcopy(module.first.w)) is nn.Parameter)
     found.append(stored == ["w__real", "bias", "turned__real", "scale", "phase__real", "tied__real"])
     found.append(repr(module.first.w) == repr(bare.first.w))
-    return found
-
-
-def test_copies_and_files_have_the_users_parameters(ranks: Any) -> None:
-    assert ranks.run(job_copies, 1) == [[True] * 8]
+    assert found == [True] * 8
 
 
 class Tied(nn.Module):
@@ -208,7 +204,8 @@ class Tied(nn.Module):
         return (x.to(torch.complex64) @ self.w).real + self.bias, sum_of(p.abs() for p in self.parameters())
 
 
-def job_functional() -> list[bool]:
+@on_ranks(1)
+def test_functional_call_takes_the_users_names() -> None:
     module, bare = Tied(), Tied()
     fsshard.wrap(module, backend="none", auto_wrap_policy=None)
     x, stored = torch.ones(2, 4), dict(stored_in(module))
@@ -219,11 +216,7 @@ def job_functional() -> list[bool]:
 
     theirs, mine = slopes(bare), slopes(module)
     found = [torch.equal(theirs[name], mine[name]) for name in given]
-    return [*found, all(stored[name] is parameter for name, parameter in stored_in(module).items())]
-
-
-def test_functional_call_takes_the_users_names(ranks: Any) -> None:
-    assert ranks.run(job_functional, 1) == [[True] * 3]
+    assert [*found, all(stored[name] is parameter for name, parameter in stored_in(module).items())] == [True] * 3
 
 
 class Keeps(nn.Module):
@@ -274,8 +267,13 @@ def test_reset_parameters_goes_through_the_users_parameters(ranks: Any) -> None:
     assert ranks.run(job_initialised, 2, "fsdp2") == [True, True]
 
 
-def job_frozen_by_name(backend: str) -> bool:
-    """After two steps a complex parameter is frozen through what the model shows, and unfrozen after two more."""
+@pytest.mark.parametrize("backend", ["fairscale", "ddp", "fsdp2"])
+@on_ranks()
+def test_a_complex_parameter_is_frozen_and_unfrozen(backend: str) -> None:
+    """Where an engine moves it, autograd cannot make the nodes of a view whose base is frozen: INTERNAL ASSERT.
+
+    After two steps a complex parameter is frozen through what the model shows, and unfrozen after two more.
+    """
     bare, model = Two(), fsshard.wrap(Two(), backend=backend, auto_wrap_policy=None)
     optimizer = torch.optim.Adam(bare.parameters(), lr=1e-2)
     adam, losses = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2), []
@@ -291,13 +289,7 @@ def job_frozen_by_name(backend: str) -> bool:
             loss.backward()
             losses.append(loss.item() == judged[rank][step])
             adam.step()
-    return all(losses) and same(model, bare)
-
-
-@pytest.mark.parametrize("backend", ["fairscale", "ddp", "fsdp2"])
-def test_a_complex_parameter_is_frozen_and_unfrozen(ranks: Any, backend: str) -> None:
-    """Where an engine moves it, autograd cannot make the nodes of a view whose base is frozen: INTERNAL ASSERT."""
-    assert ranks.run(job_frozen_by_name, 2, backend) == [True, True]
+    assert all(losses) and same(model, bare)
 
 
 def are_one_key(model: Any) -> bool:
@@ -307,8 +299,7 @@ def are_one_key(model: Any) -> bool:
 
 def job_at_rest(backend: str) -> list[Any]:
     module = Two()
-    model = fsshard.wrap(module, backend=backend, auto_wrap_policy=None)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(module, backend=backend, auto_wrap_policy=None)
     loss_of(model, 0, 0).backward()
     found = [[name for name, _ in module.named_parameters()]]
     if backend == "fsdp2":

@@ -19,6 +19,7 @@ from fsshard.complex_params.slots import ModuleTable, parameter_slots
 from fsshard.complex_params.tensorfy import check_dtensors, dtensor_parameters, has_dtensors, keep_local_parts
 from fsshard.errors import StaleParameter
 from tests.complex_params.training import equal, train, weights
+from tests.on_ranks import on_ranks
 from tests.zoo import COMPLEX, ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
@@ -133,7 +134,13 @@ def _dtensor(value: Tensor, mesh: DeviceMesh, placed: Any) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(value, mesh, [placed]))
 
 
-def job_kept() -> None:
+def _get(net: nn.Module, name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(net.get_submodule(owner), attribute)
+
+
+@on_ranks()
+def test_kept_as_parts_and_put_back() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     net = Net(mesh)
     assert has_dtensors(net.modules()) and not has_dtensors(net.plain.modules())
@@ -168,16 +175,8 @@ def job_kept() -> None:
     assert isinstance(old.grad, DTensor)
 
 
-def _get(net: nn.Module, name: str) -> Any:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(net.get_submodule(owner), attribute)
-
-
-def test_kept_as_parts_and_put_back(ranks: Any) -> None:
-    ranks.run(job_kept, 2)
-
-
-def job_refused() -> None:
+@on_ranks()
+def test_refused() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     net = nn.Linear(4, 4)
     net.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False))
@@ -190,10 +189,6 @@ def job_refused() -> None:
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ModelError, match="has gradient hooks"):
         check_dtensors(ModuleTable(hooked))
-
-
-def test_refused(ranks: Any) -> None:
-    ranks.run(job_refused, 2)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsshard.complex_params.slots import parameter_slots
+from tests.models import take_step
 from tests.training_runs import call, differences
 from tests.zoo import ZOO
 
@@ -33,8 +34,7 @@ def train(model: nn.Module, name: str, steps: int = 3) -> list[dict[str, Any]]:
         loss = case.loss(output)
         loss.backward()
         trace.append({"output": output.detach(), "loss": loss.detach(), "gradients": copy.deepcopy(gradients(model))})
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return trace
 
 

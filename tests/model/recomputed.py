@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsshard
-from tests.models import Spectral, batch, take_step
+from tests.models import Spectral, batch, take_step, with_adam
 from tests.training_runs import gradients
 
 WIDTH = 6
@@ -115,8 +114,7 @@ def train(backend: str, steps: int = 3, **settings: Any) -> dict[str, Any]:
     module = stack()
     blocks = [m for m in module.modules() if isinstance(m, Block)]
     names = list(module.state_dict())
-    model = fsshard.wrap(module, backend=backend, **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    model, optimizer = with_adam(module, backend=backend, **settings)
     trace = {"losses": [], "gradients": [], "calls": []}
     for step in range(steps):
         torch.manual_seed(100 * step + dist.get_rank())

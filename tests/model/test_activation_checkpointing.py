@@ -27,8 +27,10 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.recomputation import RecomputationError
 from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, stack, train
 from tests.model.recomputed import Block as HardBlock
+from tests.models import with_adam
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 from tests.zoo import ZOO
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -114,22 +116,20 @@ def test_a_module_that_is_never_called_is_refused() -> None:
 # ------------------------------------------------------------------------------------------ under the engines
 
 
-def job_layout(backend: str, layout: str) -> tuple[list[str], list[int]]:
+@pytest.mark.covering
+@pytest.mark.parametrize(("layout", "backend"), [*itertools.product(LAYOUTS, BACKENDS)])
+@on_ranks(ranks_of)
+def test_nothing_but_the_forwards_changes(backend: str, layout: str) -> None:
+    """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
     units, choice = LAYOUTS[layout]
     plain = train(backend, auto_wrap_policy=units)
     other = train(backend, auto_wrap_policy=units, activation_checkpointing=choice)
     once, twice = plain.pop("calls"), other.pop("calls")
     assert once == [[step] * 4 for step in (1, 2, 3)]
-    return list(differences(plain, other)), twice
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(("layout", "backend"), [*itertools.product(LAYOUTS, BACKENDS)])
-def test_nothing_but_the_forwards_changes(ranks: Any, backend: str, layout: str) -> None:
-    """Losses, gradients, weights, statistics and the generators equal to the last bit; each block runs twice a step."""
-    for found, calls in ranks.run(job_layout, ranks_of(backend), backend, layout):
-        assert found == []
-        assert calls == [[2 * step] * 4 for step in (1, 2, 3)]
+    found = list(differences(plain, other))
+    calls = twice
+    assert found == []
+    assert calls == [[2 * step] * 4 for step in (1, 2, 3)]
 
 
 def job_saved_bytes(backend: str, choice: Any) -> int:
@@ -230,8 +230,7 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
     traces = []
     with mock.patch.object(logging.getLogger("fsshard"), "warning", lambda text, *_: said.append(text)):
         for choice in (None, True):
-            net = fsshard.wrap(build(), backend=backend, activation_checkpointing=choice)
-            optimizer = fsshard.build_optimizer(net, torch.optim.Adam, lr=1e-2)
+            net, optimizer = with_adam(build(), backend=backend, activation_checkpointing=choice)
             loss = net(**ZOO["t5"].batch(dist.get_rank(), 0)).loss
             loss.backward()
             optimizer.step()
@@ -304,7 +303,7 @@ def drawing(choice: Any) -> list[Any]:
 
 def test_other_random_numbers_are_drawn_again() -> None:
     plain = drawing(None)
-    assert list(differences(plain, drawing({Drawing}))) == []
+    check_equal(plain, drawing({Drawing}))
     assert list(differences(plain, drawing(Checkpointing({Drawing}, preserve_rng_state=False)))) != []
 
 

@@ -24,6 +24,7 @@ from fsshard.model import activation_offload, host_copies
 from fsshard.model.activation_checkpointing import apply_checkpointing
 from fsshard.model.host_copies import offloading_to, to_device, to_host
 from tests.models import Spectral, take_step
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
 from tests.training_runs import ranks_of
 
@@ -281,7 +282,8 @@ def test_an_input_that_is_changed_afterwards_is_the_one_that_was_given(how: str)
         assert all(map(torch.equal, roll(model[0], clone=False), expected))
 
 
-def job_cannot_be() -> None:
+@on_ranks(1)
+def test_what_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match=r"recompute=False\) would change nothing: expected offload_to_cpu"):
         fsshard.Checkpointing(recompute=False)
     for choice in CHOICES.values():
@@ -289,10 +291,6 @@ def job_cannot_be() -> None:
             fsshard.wrap(Net(), backend="none", activation_checkpointing=choice)
     with offloading(), pytest.raises(ConfigurationError, match="leave out one of them, or recompute the blocks"):
         fsshard.wrap(Net(), backend="none", activation_checkpointing=CHOICES["offloaded"], compile=True)
-
-
-def test_what_cannot_be(ranks: Any) -> None:
-    ranks.run(job_cannot_be, 1)
 
 
 def test_the_plan_says_which_blocks() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError, ModelError, RankMismatch, StateDictError, UnsupportedByBackend
 from fsshard.model.checks import agree, overlapping
-from tests.training_runs import DISTRIBUTED, differences
+from tests.on_ranks import on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal
 
 
 def job(kind: str) -> int:
@@ -54,8 +55,7 @@ class Words(nn.Module):
         self.embed, self.head = kind(6, 4, **settings), nn.Linear(4, 2)
 
     def forward(self, words: Tensor) -> Tensor:
-        found = self.head(self.embed(words))
-        return found
+        return self.head(self.embed(words))
 
 
 def steps(model: Any, optimizer: Any, after: Any) -> None:
@@ -67,7 +67,10 @@ def steps(model: Any, optimizer: Any, after: Any) -> None:
         after(optimizer)
 
 
-def job_max_norm(kind: type[nn.Module]) -> list[Any]:
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@on_ranks()
+def test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right(kind: type[nn.Module]) -> None:
+    """Under DDP each rank scales the rows of its own batch, so that replicas go apart; FairScale takes rank 0's."""
     torch.manual_seed(0)
     bare = Words(kind)
 
@@ -93,15 +96,9 @@ def job_max_norm(kind: type[nn.Module]) -> list[Any]:
 
         steps(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.5), advised)
         found.append(model.state_dict())
-    return found
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_with_max_norm_are_refused_and_what_the_error_says_is_right(ranks: Any, kind: Any) -> None:
-    """Under DDP each rank scales the rows of its own batch, so that replicas go apart; FairScale takes rank 0's."""
-    for bare, *wrapped in ranks.run(job_max_norm, 2, kind):
-        for state in wrapped:
-            assert list(differences(bare, state)) == []
+    bare, *wrapped = found
+    for state in wrapped:
+        check_equal(bare, state)
 
 
 def job_raw_ddp_max_norm() -> Tensor:

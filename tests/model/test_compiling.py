@@ -23,9 +23,10 @@ from fsshard.errors import ConfigurationError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
 from fsshard.model.compiling import check_compilation, compile_units, compiled_units, resolve_compilation
 from fsshard.planning.plan import plan
-from tests.models import Spectral, batch, net
+from tests.models import Spectral, batch, net, with_adam
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, Run, differences, train
+from tests.training_runs import DISTRIBUTED, Run, check_equal, differences, train
 from tests.zoo import ZOO
 
 BF16_LAYERS: dict[str, Any] = {"mixed_precision": "bf16", "auto_wrap_policy": {nn.Linear}}
@@ -73,8 +74,17 @@ def test_complex_views_may_cross_a_graph_break(ranks: RankPool) -> None:
         assert different == [] and graphs > 2
 
 
-def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[int]]:
-    """A compiled training with and without recomputation: what differs, and the graphs of each."""
+@pytest.mark.parametrize(
+    ("choice", "backend"),
+    often(itertools.product([True, {stacks.Block}], DISTRIBUTED), ({stacks.Block}, "fsdp2")),
+    ids=str,
+)
+@on_ranks()
+def test_recomputation_runs_what_was_compiled_again(backend: str, choice: Any) -> None:
+    """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more.
+
+    A compiled training with and without recomputation: what differs, and the graphs of each.
+    """
     traces, graphs = [], []
     for asked in (None, choice):
         counter = CompileCounterWithBackend("aot_eager")
@@ -82,19 +92,10 @@ def job_recomputed(backend: str, choice: Any) -> tuple[list[str], list[int]]:
         traces.append(stacks.train(backend, steps=2, auto_wrap_policy={stacks.Inner}, **how))
         del traces[-1]["calls"]
         graphs.append(counter.frame_count)
-    return list(differences(*traces)), graphs
-
-
-@pytest.mark.parametrize(
-    ("choice", "backend"),
-    often(itertools.product([True, {stacks.Block}], DISTRIBUTED), ({stacks.Block}, "fsdp2")),
-    ids=str,
-)
-def test_recomputation_runs_what_was_compiled_again(ranks: RankPool, backend: str, choice: Any) -> None:
-    """Dropout and complex weights inside of the graphs, to the last bit as without; no graph more."""
-    for different, (plain, recomputed) in ranks.run(job_recomputed, 2, backend, choice):
-        assert different == []
-        assert plain == recomputed > 0
+    different = list(differences(*traces))
+    (plain, recomputed) = graphs
+    assert different == []
+    assert plain == recomputed > 0
 
 
 # ------------------------------------------------------------------------------------------------ what is compiled
@@ -214,8 +215,7 @@ UNITS: dict[str, Any] = {"auto_wrap_policy": {"Spectral"}}
 
 
 def whole(how: Any) -> nn.Module:
-    compiled = torch.compile(net(), backend=how)  # type: ignore[assignment]
-    return compiled
+    return torch.compile(net(), backend=how)
 
 
 def parts(how: Any) -> nn.Module:
@@ -249,8 +249,7 @@ def trained_on(model: Any, optimizer: Any, first: int, steps: int) -> list[float
 def job_trained(backend: str, built: str, folder: str) -> tuple[int, dict[str, Any], list[str]]:
     """Train, save, go on under the other kind of model: how many graphs, everything, and names that show compiling."""
     counter = CompileCounterWithBackend("eager")
-    model = fsshard.wrap(BUILT[built](counter), backend=backend, **UNITS)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, optimizer = with_adam(BUILT[built](counter), backend=backend, **UNITS)
     losses = trained_on(model, optimizer, 0, 2)
     weights, state = model.state_dict(), optimizer.state_dict()
     shown = [*weights, *state["state"], *(name for name, _ in model.named_parameters())]
@@ -273,11 +272,12 @@ def test_as_the_bare_model_and_its_files(ranks: Any, backend: str, tmp_path: Pat
     for built, answers in found.items():
         for (graphs, mine, shown), (_, reference, _) in zip(answers, found["bare"], strict=True):
             assert shown == []
-            assert list(differences(reference, mine)) == []
+            check_equal(reference, mine)
             assert (graphs > 0) == (built != "bare"), "compiled"
 
 
-def job_taken_off() -> None:
+@on_ranks(1)
+def test_what_is_compiled_is_taken_off_and_compiled_by_unit() -> None:
     counter = CompileCounterWithBackend("eager")
     module = parts(counter)
     model = fsshard.wrap(module, backend="none", **UNITS)
@@ -286,7 +286,3 @@ def job_taken_off() -> None:
     compiled = torch.compile(net(), backend=counter)
     model = fsshard.wrap(compiled, backend="none")  # type: ignore[call-overload]
     assert model.module is compiled._orig_mod  # type: ignore[attr-defined]
-
-
-def test_what_is_compiled_is_taken_off_and_compiled_by_unit(ranks: Any) -> None:
-    ranks.run(job_taken_off, 1)

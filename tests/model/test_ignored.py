@@ -15,6 +15,7 @@ from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankM
 from fsshard.model.ignored import Ignored
 from fsshard.planning.torch_settings import _meaning
 from tests.models import batch
+from tests.on_ranks import on_ranks
 from tests.parity.bare import average
 from tests.training_runs import differences
 
@@ -169,7 +170,8 @@ def test_a_quantised_base_and_what_trains_as_bare_replicas(ranks: Any, tmp_path:
     assert ranks.run(job_load, 3, other, folder) == [[]] * 3
 
 
-def job_refused() -> None:
+@on_ranks()
+def test_refusals_and_what_is_left_to_the_engine() -> None:
     rank = dist.get_rank()
     with pytest.raises(ModelError, match=r"keep them out: fsshard.wrap\(model, ignored_states=\[...\]\)"):
         fsshard.wrap(net(), backend="fsdp2")
@@ -208,21 +210,14 @@ def job_refused() -> None:
     assert model.own.grad is None and model.backend.engine is not None
 
 
-def test_refusals_and_what_is_left_to_the_engine(ranks: Any) -> None:
-    ranks.run(job_refused, 2)
-
-
 def test_nothing_is_ignored() -> None:
     assert not Ignored(net()).parameters and not Ignored(net(), []).keys and Ignored(net(), [net()])._strange
 
 
-def job_handed_over() -> None:
+@on_ranks(1)
+def test_a_live_optimizer_over_all_leaves_frozen_ones_out() -> None:
     model = net()
     frozen = [model.first.weight, model.last.weight]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     _, live = fsshard.wrap(model, optimizer, backend="none", ignored_states=frozen)
     assert "own" in [entry.name for entry in live.entries] and len(live.entries) == 8
-
-
-def test_a_live_optimizer_over_all_leaves_frozen_ones_out(ranks: Any) -> None:
-    ranks.run(job_handed_over, 1)

@@ -18,8 +18,9 @@ import fsshard
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, StateDictError
 from fsshard.model.lora import adapters_of
 from tests.models import Spectral, batch, take_step
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
-from tests.training_runs import differences
+from tests.training_runs import check_equal, differences
 
 ENGINES: tuple[dict[str, Any], ...] = (
     {"backend": "ddp"},
@@ -151,11 +152,13 @@ def test_the_trainable_part_loads_on_any_number_of_ranks(ranks: Any, tmp_path: P
     for world_size, backend in ((1, "none"), (4, "fsdp"), (3, "fsdp2")):
         for rank, got in enumerate(ranks.run(job_on_other_ranks, world_size, f"{tmp_path}/last", backend)):
             mine = want if rank == 0 else {key: want[key] for key in got}
-            assert not list(differences(mine, got))
+            check_equal(mine, got)
 
 
-def job_refused(folder: str) -> list[str]:
+@on_ranks()
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     """More is trainable than was saved; another argument; another model."""
+    folder = f"{tmp_path}/last"
     told = []
     model = fsshard.wrap(net(), backend="fsdp2")
     fsshard.save(folder, model, only="trainable")
@@ -170,11 +173,7 @@ def job_refused(folder: str) -> list[str]:
             fsshard.load(folder, fsshard.wrap(other, backend="fsdp2"))
         except StateDictError as error:
             told.append(str(error))
-    return told
-
-
-def test_what_does_not_fit_is_named(ranks: Any, tmp_path: Path) -> None:
-    argument, more, fewer = ranks.run(job_refused, 2, f"{tmp_path}/last")[0]
+    argument, more, fewer = told
     assert "'trainable'" in argument and "conv.weight_lora.base" in more and "linear.weight_lora.lora_A" in fewer
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import fsshard
 from fsshard.errors import RankMismatch
 from tests.by_hand import train
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED, differences, gradients, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -187,22 +188,17 @@ def test_every_layout_comes_and_goes_as_in_the_bare_model(ranks: Any, tmp_path: 
         assert not found, "\n".join(found)
 
 
-def job_one_rank_in_another_layout(backend: str) -> str:
+@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+@on_ranks()
+def test_ranks_have_the_same_layouts(backend: str) -> None:
+    """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3))
     if dist.get_rank():
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with pytest.raises(RankMismatch) as told:
         fsshard.wrap(model, backend=backend)
-    return str(told.value)
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-def test_ranks_have_the_same_layouts(ranks: Any, backend: str) -> None:
-    """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
-    for told in ranks.run(job_one_rank_in_another_layout, 2, backend):
-        assert re.search(
-            r"0\.weight +\(3, 2, 3, 3\) torch\.float32 +\(3, 2, 3, 3\) torch\.float32 with dimensions", told
-        )
+    told = str(told.value)
+    assert re.search(r"0\.weight +\(3, 2, 3, 3\) torch\.float32 +\(3, 2, 3, 3\) torch\.float32 with dimensions", told)
 
 
 def job_raw_fsdp1() -> list[bool]:

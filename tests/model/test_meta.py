@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsshard
 from fsshard.errors import ModelError
 from fsshard.launching.pool import RankPool
-from tests.training_runs import DISTRIBUTED, call, differences, ranks_of, zoo
+from tests.models import take_step
+from tests.on_ranks import on_ranks
+from tests.training_runs import DISTRIBUTED, call, check_equal, differences, ranks_of, zoo
 
 ALL = (*DISTRIBUTED, "none")
 CASES = ("tied", "buffered", "tfno_tucker", "zero_dim", "t5", "conv_batchnorm", "frozen")
@@ -33,8 +35,7 @@ def steps(model: Any, case: str, count: int = 2) -> dict[str, Any]:
     optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
     for step in range(count):
         zoo()[case].loss(call(model, zoo()[case].batch(dist.get_rank(), step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.state_dict())
 
 
@@ -48,20 +49,22 @@ def real(case: str, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ three ways to fill
 
 
-def job_from_rank0(case: str, backend: str) -> list[str]:
-    _, expected = real(case, backend)
-    model = fsshard.wrap(zoo()[case].build() if dist.get_rank() == 0 else on_meta(case), backend=backend)
-    return list(differences(expected, steps(model, case)))
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @pytest.mark.parametrize("case", CASES)
-def test_from_rank_0(ranks: RankPool, case: str, backend: str) -> None:
-    assert ranks.run(job_from_rank0, 2, case, backend) == [[], []]
+@on_ranks()
+def test_from_rank_0(case: str, backend: str) -> None:
+    _, expected = real(case, backend)
+    model = fsshard.wrap(zoo()[case].build() if dist.get_rank() == 0 else on_meta(case), backend=backend)
+    check_equal(expected, steps(model, case))
 
 
-def job_from_state_dict(case: str, backend: str) -> dict[str, list[str]]:
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("case", "backend"), [*itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL)]
+)
+@on_ranks(ranks_of)
+def test_from_a_state_dict(case: str, backend: str) -> None:
     start, expected = real(case, backend)
     found = {}
     for way, from_rank0 in (("everywhere", False), ("from rank 0", True)):
@@ -69,16 +72,7 @@ def job_from_state_dict(case: str, backend: str) -> dict[str, list[str]]:
         given = start if not from_rank0 or dist.get_rank() == 0 else None
         model.load_state_dict(given, broadcast_from_rank0=from_rank0)
         found[way] = list(differences(expected, steps(model, case)))
-    return found
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("case", "backend"), [*itertools.product(["tied", "tfno_tucker", "t5", "conv_batchnorm"], ALL)]
-)
-def test_from_a_state_dict(ranks: RankPool, case: str, backend: str) -> None:
-    for found in ranks.run(job_from_state_dict, ranks_of(backend), case, backend):
-        assert found == {"everywhere": [], "from rank 0": []}
+    assert found == {"everywhere": [], "from rank 0": []}
 
 
 class Noted(nn.Module):
@@ -126,7 +120,7 @@ def test_by_reset_parameters(ranks: RankPool, init: object) -> None:
             assert state["1.weight"].abs().mean() > 0.1 and state["0.weight"].abs().max() <= 0.5
             assert state["1.norm.num_batches_tracked"] == 1
             drawn = {name: value for name, value in expected.items() if value is not None}
-            assert not list(differences(drawn, {name: state[name] for name in drawn}))
+            check_equal(drawn, {name: state[name] for name in drawn})
 
 
 # ------------------------------------------------------------------------------------------------ what an init does
@@ -247,7 +241,7 @@ def test_an_init_may_assign_new_parameters(ranks: RankPool, backend: str) -> Non
         "two.table": torch.arange(4.0),
     }
     for state, facts in ranks.run(job_assigned, ranks_of(backend), backend):
-        assert list(differences(expected, state)) == []
+        check_equal(expected, state)
         assert facts == [True, True, True, ["scale"]]
 
 
@@ -306,8 +300,7 @@ def job_transformer(backend: str, init: bool) -> tuple[str, list[str]]:
             torch.manual_seed(step)  # dropout
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             found.append(loss.detach())
         return [*found, model.state_dict(), dict(model.named_buffers())]
 
@@ -360,7 +353,10 @@ class Peak(TorchDispatchMode):
         return out
 
 
-def job_peak(backend: str, way: str) -> list[int]:
+@pytest.mark.parametrize("way", ["reset", "load"])
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+@on_ranks()
+def test_no_rank_holds_the_whole_model(backend: str, way: str) -> None:
     width, count = 64, 12
     whole = 4 * count * width * width
     with torch.device("meta"):
@@ -373,13 +369,7 @@ def job_peak(backend: str, way: str) -> list[int]:
         if way == "load":
             model.load_state_dict(source if dist.get_rank() == 0 else None, broadcast_from_rank0=True)
     assert len(model.plan.units) == count + 1
-    return [memory.peak, whole]
-
-
-@pytest.mark.parametrize("way", ["reset", "load"])
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_no_rank_holds_the_whole_model(ranks: RankPool, backend: str, way: str) -> None:
-    for peak, whole in ranks.run(job_peak, 2, backend, way):
-        unit = whole / 12
-        # Its half, and a unit or a parameter on the way: whole, flattened or padded, received and copied.
-        assert whole / 2 <= peak <= whole / 2 + 4 * unit
+    peak = memory.peak
+    unit = whole / 12
+    # Its half, and a unit or a parameter on the way: whole, flattened or padded, received and copied.
+    assert whole / 2 <= peak <= whole / 2 + 4 * unit

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from tests.training_runs import DISTRIBUTED, differences
+from tests.models import take_step, with_adam
+from tests.training_runs import DISTRIBUTED, check_equal
 
 ALL = (*DISTRIBUTED, "none")
 
@@ -96,8 +97,7 @@ def job_train(backend: str, where: str, in_place: bool, recompute: bool) -> tupl
         optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
         for loss in losses(where, in_place, model, 3):
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return model.state_dict(), [str(warning.message) for warning in caught if "view" in str(warning.message)]
 
 
@@ -112,14 +112,13 @@ def test_views_may_be_written_in_place(ranks: Any, backend: str, where: str) -> 
     for (reference, _), (found, warned) in zip(
         beside, ranks.run(job_train, count, backend, where, True, recompute), strict=True
     ):
-        assert not list(differences(reference, found))
+        check_equal(reference, found)
         assert not warned
 
 
 def job_no_sync(backend: str) -> str:
     settings = {"merge_below": 0} if backend == "fsdp2" else {}
-    model = fsshard.wrap(Net("output", True), backend=backend, auto_wrap_policy={Block}, **settings)
-    _ = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, _ = with_adam(Net("output", True), backend=backend, auto_wrap_policy={Block}, **settings)
     with model.no_sync():
         (loss,) = losses("output", True, model, 1)
     try:
@@ -159,8 +158,7 @@ def job_raw(engine: str, in_place: bool) -> list[Tensor]:
 
 
 def local(parameter: Any) -> Tensor:
-    found = getattr(parameter, "_local_tensor", parameter).detach()
-    return found
+    return getattr(parameter, "_local_tensor", parameter).detach()
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])

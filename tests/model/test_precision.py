@@ -22,7 +22,8 @@ from fsshard.model.activation_checkpointing import checkpoint_blocks
 from fsshard.model.precision import _cast, bf16_ready, bfSixteen, check_buffers, check_precision, fp32_policy, fpSixteen
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
-from tests.models import Spectral, batch, net, take_step
+from tests.models import Spectral, batch, net, take_step, with_sgd
+from tests.on_ranks import on_ranks
 from tests.parity.bare import average
 from tests.training_runs import DISTRIBUTED, Run, compare, ranks_of, train
 
@@ -87,8 +88,7 @@ def job_checkpointed_before(how: str) -> list[Tensor]:
         module = nn.Sequential(*map(checkpoint_wrapper, module))
     elif how == "ours":
         checkpoint_blocks(module, {nn.Sequential})
-    model = fsshard.wrap(module, backend="none", mixed_precision="bf16", auto_wrap_policy=None)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(module, backend="none", mixed_precision="bf16", auto_wrap_policy=None)
     for step in range(2):
         model(batch(step)).square().mean().backward()
         take_step(optimizer)
@@ -197,15 +197,13 @@ def test_what_is_cast_where(ranks: RankPool, backend: str) -> None:
         assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
 
 
-def job_checkpointed() -> list[torch.dtype]:
+@on_ranks(1)
+def test_a_state_dict_has_the_users_dtypes_within_torchs_checkpoint_wrapper() -> None:
     model = fsshard.wrap(
         nn.Sequential(checkpoint_wrapper(Probe())), backend="none", mixed_precision=Precision(buffer=BF16)
     )
-    return [next(model.buffers()).dtype, model.state_dict()["0.shift"].dtype]
-
-
-def test_a_state_dict_has_the_users_dtypes_within_torchs_checkpoint_wrapper(ranks: RankPool) -> None:
-    assert ranks.run(job_checkpointed, 1) == [[BF16, FP32]]
+    assert next(model.buffers()).dtype == BF16
+    assert model.state_dict()["0.shift"].dtype == FP32
 
 
 def test_a_buffer_shared_with_an_fp32_unit_is_refused() -> None:
@@ -242,8 +240,7 @@ class Recurrent(nn.Module):
         self.embedding, self.rnn, self.last = nn.Embedding(20, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out = self.last(self.rnn(self.embedding(tokens))[0])
-        return out
+        return self.last(self.rnn(self.embedding(tokens))[0])
 
 
 def job_in_full_parameters(backend: str) -> list[Any]:
@@ -338,8 +335,7 @@ def test_an_old_gpu_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_unscaled(scaled: bool) -> list[str]:
-    model = fsshard.wrap(net(), backend="ddp", mixed_precision="fp16")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend="ddp", mixed_precision="fp16")
     scaler = fsshard.GradScaler(model, init_scale=4.0, enabled=scaled)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -372,8 +368,9 @@ def autocast_steps(model: Any, optimizer: Any, regions: int) -> list[float]:
     return losses
 
 
-def job_steps_in_one_region() -> dict[str, tuple[bool, bool]]:
-    """Return of each engine whether it trains as bare replicas: a region a step, and one region for all."""
+@on_ranks()
+def test_several_steps_in_one_region_of_autocast() -> None:
+    """docs/precision.md says so: under ``fsdp`` weights are cast anew in each forward."""
 
     def layers() -> nn.Module:
         torch.manual_seed(0)
@@ -389,10 +386,4 @@ def job_steps_in_one_region() -> dict[str, tuple[bool, bool]]:
         alike = autocast_steps(models[0], optimizers[0], 3) == bare[3]
         found[backend] = alike, autocast_steps(models[1], optimizers[1], 1) == bare[3 if backend == "fsdp" else 1]
     assert bare[1] != bare[3], "torch keeps the casts of weights until a region ends"
-    return found
-
-
-def test_several_steps_in_one_region_of_autocast(ranks: RankPool) -> None:
-    """docs/precision.md says so: under ``fsdp`` weights are cast anew in each forward."""
-    for found in ranks.run(job_steps_in_one_region, 2):
-        assert found == dict.fromkeys(DISTRIBUTED, (True, True))
+    assert found == dict.fromkeys(DISTRIBUTED, (True, True))

@@ -19,6 +19,7 @@ from fsshard.errors import PrecisionError, UnsupportedByBackend
 from fsshard.launching.pool import RankPool
 from tests.forked import forking
 from tests.models import Spectral, take_step
+from tests.on_ranks import on_ranks
 
 BACKENDS = ("ddp", "fsdp2", "fairscale")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,8 +39,7 @@ class Operator(nn.Module):
         x = self.lift(x)
         for block in self.blocks:
             x = x + block(x).real
-        result = self.out(x)
-        return result
+        return self.out(x)
 
 
 def operator() -> Operator:
@@ -176,16 +176,13 @@ def test_half_the_bytes_are_sent(backend: str) -> None:
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.01)
 
 
-def job_refused() -> None:
+@on_ranks()
+def test_fsdp1_says_what_to_use() -> None:
     arguments = {"mixed_precision": fsshard.Precision(send=torch.bfloat16)}
     with pytest.raises(UnsupportedByBackend, match="use backend='fsdp2'; or Precision"):
         fsshard.wrap(operator(), backend="fsdp", **arguments)
     fsshard.wrap(operator(), backend="fsdp2", **arguments)
     fsshard.wrap(operator(), backend="fsdp", mixed_precision=fsshard.Precision(reduce=torch.bfloat16))
-
-
-def test_fsdp1_says_what_to_use(ranks: RankPool) -> None:
-    ranks.run(job_refused, 2)
 
 
 def test_the_plan_says_so_and_narrow_units_are_sent_as_they_compute() -> None:

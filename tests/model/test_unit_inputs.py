@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fsshard
 from fsshard.errors import FsshardError
 from fsshard.model import unit_inputs
+from tests.models import take_step, with_sgd
 from tests.training_runs import differences
 
 
@@ -53,14 +53,12 @@ class Shared(nn.Module):
 def job_sums(backend: str, how: str, marked: bool = True) -> dict[str, Any]:
     units = {"merge_below": 0} if backend == "fsdp2" else {}
     with mock.patch.object(unit_inputs, "_through_node", (unit_inputs._through_node if marked else lambda *_: None)):
-        model = fsshard.wrap(Shared(how), backend=backend, auto_wrap_policy={Reader}, **units)
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(Shared(how), backend=backend, auto_wrap_policy={Reader}, **units)
         for step in range(3):
             x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             model(x).square().sum().backward()
             model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         return model.state_dict()
 
 
@@ -76,8 +74,7 @@ def test_sums_have_one_order(ranks: Any, how: str) -> None:
 
 def job_in_place(backend: str, how: str) -> str:
     units = {"merge_below": 0} if backend == "fsdp2" else {}
-    model = fsshard.wrap(Shared(how, in_place=True), backend=backend, auto_wrap_policy={Reader}, **units)
-    _ = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, _ = with_sgd(Shared(how, in_place=True), backend=backend, auto_wrap_policy={Reader}, **units)
     with torch.no_grad():
         model(torch.ones(2, 16))  # nothing to go wrong
     try:

@@ -278,8 +278,7 @@ class Sparse(nn.Module):
         self.layer = nn.Linear(8, 3)
 
     def forward(self, batch: Tensor) -> Tensor:
-        found = self.layer(self.embedding((batch[:, 0].abs() * 7).long() % 20))
-        return found
+        return self.layer(self.embedding((batch[:, 0].abs() * 7).long() % 20))
 
 
 def sparse(kind: str) -> Any:

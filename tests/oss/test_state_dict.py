@@ -66,8 +66,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)
-    return found
+    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])

@@ -84,8 +84,7 @@ def clip(optimizer: Any, model: nn.Module, limit: float, norm_type: float = 2.0)
 
 def whole_state(optimizer: Any) -> dict[str, Any]:
     """Return the whole state of a plain optimizer or an OSS."""
-    found = optimizer.state_dict(all_ranks=True) if isinstance(optimizer, OSS) else optimizer.state_dict()
-    return found
+    return optimizer.state_dict(all_ranks=True) if isinstance(optimizer, OSS) else optimizer.state_dict()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

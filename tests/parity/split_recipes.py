@@ -90,13 +90,11 @@ class Dropping(nn.Module):
         self.layer = nn.Linear(CHANNELS, CHANNELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = nn.functional.dropout(self.layer(x), 0.5)
-        return found
+        return nn.functional.dropout(self.layer(x), 0.5)
 
 
 def _square(model: Any, x: Tensor) -> Tensor:
-    found = model(x).square().mean()
-    return found
+    return model(x).square().mean()
 
 
 def dropping() -> Recipe:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import fsshard
 from fsshard.errors import FsshardError, MissingExtra
+from tests.models import take_step
 from tests.parity import bare
 from tests.parity.trainings import TOGETHER, TRAININGS, Training
 from tests.training_runs import DISTRIBUTED, differences
@@ -36,8 +37,7 @@ def go_on(training: Training, model: Any, optimizer: Any, steps: range, *, by_ha
         found.backward()
         if by_hand:
             bare.average(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if by_hand:
             bare.same_buffers(model)
         losses.append(float(found.detach()))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fsshard
 from tests import by_hand
+from tests.models import take_step, with_sgd
 from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
@@ -86,8 +86,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    loss = model(batch(rank, step)).square().mean()
-    return loss
+    return model(batch(rank, step)).square().mean()
 
 
 @pytest.mark.covering
@@ -95,15 +94,13 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 @on_ranks()
 def test_weights_that_are_handed_in_are_computed_with(backend: str, kind: type[nn.Module]) -> None:
-    model = fsshard.wrap(kind(), backend=backend, find_unused_parameters=True, auto_wrap_policy=None)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(kind(), backend=backend, find_unused_parameters=True, auto_wrap_policy=None)
     rank = dist.get_rank()
     losses = []
     for step in range(3):
         loss = loss_of(model, rank, step)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(loss.item())
     bare = kind()
     want = by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loss_of, steps=3, ranks=2)
@@ -142,12 +139,10 @@ class Recomputed(nn.Module):
 @on_ranks()
 def test_parts_that_a_forward_recomputes_itself(backend: str, reentrant: bool) -> None:
     for policy in (None, {nn.Sequential}):
-        model = fsshard.wrap(Recomputed(reentrant), backend=backend, auto_wrap_policy=policy)  # type: ignore[arg-type]
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(Recomputed(reentrant), backend=backend, auto_wrap_policy=policy)
         for step in range(3):
             loss_of(model, dist.get_rank(), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         bare = Recomputed(reentrant)
         by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loss_of, steps=3, ranks=2)
         saved = model.state_dict()

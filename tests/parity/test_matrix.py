@@ -13,6 +13,7 @@ import torch
 
 from fsshard.errors import MissingExtra, RecipeError
 from fsshard.parity import Cell, Difference, Divergence, ParityReport, Recipe
+from tests.models import take_step
 from tests.parity import matrix
 from tests.parity.matrix import MODELS, OPTIMIZERS, VARIANTS, WORLD_SIZES, Combination
 from tests.sets import often
@@ -102,8 +103,7 @@ def test_clipping_bites(model: str) -> None:
     for number in range(3):
         recipe.loss(module, recipe.batches(0, 1, number)).backward()
         assert torch.nn.utils.clip_grad_norm_(module.parameters(), *recipe.clipping) > 2 * recipe.clipping[0]
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 # ------------------------------------------------------------------------------------------------ the command

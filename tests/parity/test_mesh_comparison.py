@@ -13,6 +13,7 @@ import torch
 from fsshard.errors import ConfigurationError, RecipeError
 from fsshard.parity import Cell, Engine, ParityReport, Recipe, Split, Trace, compare
 from fsshard.parity.training import Bare
+from tests.models import take_step
 from tests.parity import split_recipes as recipes
 
 
@@ -168,8 +169,7 @@ def test_the_judge_is_the_recipe_alone() -> None:
     for number in range(2):
         for module, step in ((judge.model, judge), (model, optimizer)):
             recipe.loss(module, recipes.batch(0, 1, number)).backward()
-            step.step()
-            step.zero_grad()
+            take_step(step)
     assert all(torch.equal(value, dict(model.named_parameters())[name]) for name, value in judge.weights())
     with pytest.raises(RecipeError, match=r"does not take recipe\.hyper"):
         Bare(dataclasses.replace(recipe, hyper={"rate": 1}), recipe.build())

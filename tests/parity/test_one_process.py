@@ -27,8 +27,7 @@ class Restless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = torch.cat([self.seen, x.detach()])
         scale = random.random() + float(np.random.rand()) + torch.rand(())
-        out = self.linear(x) * scale * len(self.seen)
-        return out
+        return self.linear(x) * scale * len(self.seen)
 
 
 def recipe() -> Recipe:
@@ -76,8 +75,7 @@ class Twice(nn.Module):
         self.cell, self.out = nn.Linear(3, 3), nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.out(self.cell(self.cell(x)))
-        return out
+        return self.out(self.cell(self.cell(x)))
 
 
 def test_the_first_module_with_another_output_is_named() -> None:

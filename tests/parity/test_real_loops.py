@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ModelError, OptimizerError, RankMismatch
 from tests.models import Spectral, batch, net, take_step, two_heads
-from tests.training_runs import DISTRIBUTED, differences
+from tests.on_ranks import on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 
 def start(backend: str, module: nn.Module | None = None, **settings: Any) -> tuple[Any, Any]:
@@ -120,14 +121,6 @@ LOOPS = {
 }
 
 
-def job(name: str, backend: str, settings: dict[str, Any]) -> list[str]:
-    def run(chosen: str, given: dict[str, Any]) -> list[Any]:
-        model, optimizer = start(chosen, **given)
-        return [LOOPS[name](model, optimizer), model.state_dict(), optimizer.state_dict()]
-
-    return list(differences(run("ddp", {}), run(backend, settings)))
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize(
@@ -141,9 +134,15 @@ def job(name: str, backend: str, settings: dict[str, Any]) -> list[str]:
     ],
     ids=["fsdp", "fsdp grad-op", "fsdp2", "fsdp2 grad-op", "fairscale"],
 )
-def test_loops(ranks: Any, backend: str, settings: dict[str, Any], name: str) -> None:
+@on_ranks()
+def test_loops(backend: str, settings: dict[str, Any], name: str) -> None:
     """An engine that still holds whole parameters from an evaluation must not go on with them after a write."""
-    assert ranks.run(job, 2, name, backend, settings) == [[], []]
+
+    def run(chosen: str, given: dict[str, Any]) -> list[Any]:
+        model, optimizer = start(chosen, **given)
+        return [LOOPS[name](model, optimizer), model.state_dict(), optimizer.state_dict()]
+
+    check_equal(run("ddp", {}), run(backend, settings))
 
 
 # ------------------------------------------------------------------------------------------------ heads and optimizers
@@ -188,7 +187,7 @@ def job_fairscale_one_rank_unused() -> dict[str, Any]:
 
 def test_fairscale_needs_no_flag_for_parameters_used_on_some_ranks(ranks: Any) -> None:
     one, other = ranks.run(job_fairscale_one_rank_unused, 2)
-    assert list(differences(one, other)) == []
+    check_equal(one, other)
 
 
 # ------------------------------------------------------------------------------------------------ frozen, accumulated
@@ -356,16 +355,13 @@ CHANGES_NOTHING = {
 }
 
 
-def job_changes_nothing(backend: str, what: str) -> list[str]:
-    return list(differences(CHANGES_NOTHING[what]("ddp", False), CHANGES_NOTHING[what](backend, True)))
-
-
 @pytest.mark.fairscale_row(41)
 @pytest.mark.covering
 @pytest.mark.parametrize("what", CHANGES_NOTHING)
 @pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_it_changes_no_training(ranks: Any, backend: str, what: str) -> None:
-    assert ranks.run(job_changes_nothing, 2, backend, what) == [[], []]
+@on_ranks()
+def test_it_changes_no_training(backend: str, what: str) -> None:
+    check_equal(CHANGES_NOTHING[what]("ddp", False), CHANGES_NOTHING[what](backend, True))
 
 
 # ------------------------------------------------------------------------------------------------ settings and ranks

@@ -22,6 +22,7 @@ import fsshard.parity.trace
 from fsshard.errors import ConfigurationError, RecipeError, TraceError
 from fsshard.parity import Cell, ParityReport, Recipe, Trace, compare, record
 from fsshard.parity.comparing import freedom
+from tests.on_ranks import on_ranks
 from tests.parity import faults
 from tests.training_runs import DISTRIBUTED
 
@@ -52,18 +53,20 @@ def cell(ranks: Any, trace: Trace, recipe: Callable[[], Recipe] = faults.mlp, **
 # ------------------------------------------------------------------------------------------------------ what is kept
 
 
-def job_layouts(folder: str) -> dict[str, tuple[int, ...]]:
+@on_ranks(1)
+def test_tensors_lie_in_memory_as_they_did(tmp_path: Path) -> None:
+    """A product with a basis that lies row by row is rounded otherwise than with one that lies column by column."""
+    folder = str(tmp_path)
     basis = torch.arange(12.0).view(3, 4).T
     given = {"real": basis, "complex": basis + 1j, "rows": basis.T}
     fsshard.parity.trace.write_tensors(folder, 0, "state", given.items())
     found = fsshard.parity.trace.read_tensors(folder, 0, "state", 0)
     assert all(torch.equal(found[name], value) for name, value in given.items())
-    return {name: value.stride() for name, value in found.items()}
-
-
-def test_tensors_lie_in_memory_as_they_did(ranks: Any, tmp_path: Path) -> None:
-    """A product with a basis that lies row by row is rounded otherwise than with one that lies column by column."""
-    assert ranks.run(job_layouts, 1, str(tmp_path)) == [{"real": (1, 4), "complex": (1, 4), "rows": (4, 1)}]
+    assert {name: value.stride() for name, value in found.items()} == {
+        "real": (1, 4),
+        "complex": (1, 4),
+        "rows": (4, 1),
+    }
 
 
 def test_numbers_are_those_of_a_loop_by_hand(ranks: Any) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsshard.errors import ConfigurationError, RecipeError, UnknownBackend
 from fsshard.parity import Recipe, checking, compare, record
 from fsshard.parity.training import Job, Training
+from tests.on_ranks import on_ranks
 from tests.parity import faults
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, call
@@ -220,7 +221,8 @@ def test_what_an_engine_of_ones_own_shows_is_read_before_it_takes_it_back(ranks:
         assert report.cells[0].verdict == "exact", str(report)
 
 
-def initial_weights_in_each_step() -> list[int]:
+@on_ranks(1)
+def test_initial_weights_are_not_held_while_it_trains() -> None:
     """The number of their tensors that are still held."""
     first, held = list[Any](), list[int]()
 
@@ -237,11 +239,7 @@ def initial_weights_in_each_step() -> list[int]:
     with mock.patch.object(checking, "Training", Noting):
         checking.observe(Job(source=faults.mlp, engine="ddp", steps=2, world_size=1), "digests")
     assert first
-    return held
-
-
-def test_initial_weights_are_not_held_while_it_trains(ranks: Any) -> None:
-    assert ranks.run(initial_weights_in_each_step, 1) == [[0, 0]]
+    assert held == [0, 0]
 
 
 def loss_in_dtensor(model: Any, batch: Tensor) -> Any:

@@ -16,7 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
-from tests.models import Spectral, take_step
+from tests.models import Spectral, take_step, with_adam
+from tests.on_ranks import on_ranks
 from tests.optimizers import SOAP, average
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
@@ -302,15 +303,19 @@ def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
         all_right(ranks, backend, (burgers,), numbers, steps=3, kind=SOAP)
 
 
-def job_frozen(backend: str) -> list[bool]:
-    """Burgers through a frozen first layer, and through a frozen unit."""
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
+@on_ranks()
+def test_derivatives_through_what_is_frozen(backend: str) -> None:
+    """A second derivative reaches the inputs of a frozen unit without passing its outputs.
+
+    Burgers through a frozen first layer, and through a frozen unit.
+    """
     found = []
     for part in (lambda model: model.first, lambda model: model.middle[0]):
         bare, raw = build(Smooth, numbers="complex"), build(Smooth, numbers="complex")
         for each in (bare, raw):
             part(each).requires_grad_(False)
-        model = fsshard.wrap(raw, backend=backend, auto_wrap_policy={Spectral})
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+        model, optimizer = with_adam(raw, backend=backend, auto_wrap_policy={Spectral})
         judge = torch.optim.Adam(bare.parameters(), lr=1e-2)
         for step in range(2):
             burgers(bare, step)
@@ -319,16 +324,12 @@ def job_frozen(backend: str) -> list[bool]:
             for each in (judge, optimizer):
                 take_step(each)
         found.append(same(model.state_dict(), bare.state_dict()) is True)
-    return found
+    assert found == [True, True]
 
 
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
-def test_derivatives_through_what_is_frozen(ranks: Any, backend: str) -> None:
-    """A second derivative reaches the inputs of a frozen unit without passing its outputs."""
-    assert ranks.run(job_frozen, 2, backend) == [[True, True]] * 2
-
-
-def job_at_four(backend: str) -> None:
+@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2"))
+@on_ranks(4)
+def test_four_ranks_train_as_replicas_but_for_rounding(backend: str) -> None:
     """In float64, since four ranks' gradients are added up in another order than by hand (SOAP amplifies that)."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -338,11 +339,6 @@ def job_at_four(backend: str) -> None:
                 torch.testing.assert_close(got, expected[name], rtol=1e-7, atol=1e-9)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp2"))
-def test_four_ranks_train_as_replicas_but_for_rounding(ranks: Any, backend: str) -> None:
-    ranks.run(job_at_four, 4, backend)
 
 
 def tfno() -> nn.Module:
@@ -385,8 +381,13 @@ def test_losses_of_neuraloperator_train_a_tfno_as_replicas_do(ranks: Any, backen
         assert equal and all(equal)
 
 
-def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bool]]:
-    """Clips as torch does, right behind the backward: (norm, that of averaged replicas, which gradients are alike)."""
+@pytest.mark.parametrize("loss", [penalty, wgan_gp, pinn_border_last])
+@on_ranks()
+def test_torchs_own_clipping_behind_a_backward(loss: Callable[[Any, int], None]) -> None:
+    """FSDP2's sharded parameters are in their places, with their gradients.
+
+    Clips as torch does, right behind the backward: (norm, that of averaged replicas, which gradients are alike).
+    """
     bare = build(Smooth, numbers="real")
     loss(bare, 0)
     average(bare)
@@ -394,18 +395,10 @@ def job_clipped(loss: Callable[[Any, int], None]) -> tuple[float, float, list[bo
     loss(model, 0)
     want, norm = (clip_grad_norm_(list(each.parameters()), 0.1) for each in (bare, model.module))
     found = {e.name: g for e, g in gather_grads(model.backend)}
-    return (
-        float(norm),
-        float(want),
-        [torch.allclose(found[n], p.grad, rtol=1e-6, atol=0) for n, p in bare.named_parameters()],
-    )
-
-
-@pytest.mark.parametrize("loss", [penalty, wgan_gp, pinn_border_last])
-def test_torchs_own_clipping_behind_a_backward(ranks: Any, loss: Any) -> None:
-    """FSDP2's sharded parameters are in their places, with their gradients."""
-    for norm, want, alike in ranks.run(job_clipped, 2, loss):
-        assert norm == pytest.approx(want, rel=1e-6) and all(alike)
+    norm = float(norm)
+    want = float(want)
+    alike = [torch.allclose(found[n], p.grad, rtol=1e-6, atol=0) for n, p in bare.named_parameters()]
+    assert norm == pytest.approx(want, rel=1e-6) and all(alike)
 
 
 EVERY = ONE_PASS + SECOND + FUNCTIONS + OTHERS
@@ -446,7 +439,8 @@ def test_as_bare_replicas(ranks: Any, backend: str, losses: Any, numbers: str, s
     all_right(ranks, backend, losses, numbers, **settings)
 
 
-def job_grad_itself() -> tuple[bool, str]:
+@on_ranks(1)
+def test_grad_is_torchs_in_everything_else() -> None:
     bare = build(Smooth, numbers="complex")
     model = fsshard.wrap(build(Smooth, numbers="complex"), backend="none")
     slopes = []
@@ -461,11 +455,8 @@ def job_grad_itself() -> tuple[bool, str]:
     assert list(torch.autograd.grad(loss * 0, {"w": weight}, retain_graph=True)) == ["w"]
     rows = torch.autograd.grad(model(points(0)).reshape(-1), weight, torch.eye(3), is_grads_batched=True)[0]
     assert rows.shape == (3, 6, 6) and rows.is_complex()
-    return torch.equal(*slopes), str(raised.value)
-
-
-def test_grad_is_torchs_in_everything_else(ranks: Any) -> None:
-    ((same, told),) = ranks.run(job_grad_itself, 1)
+    same = torch.equal(*slopes)
+    told = str(raised.value)
     assert same and "appears to not have been used in the graph" in told
 
 
@@ -479,19 +470,17 @@ def through_views(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def job_forward_by_forward() -> tuple[bool, bool]:
-    got = ours("fsdp", pinn_border_last, "complex", 3, {})
-    bare, viewed = (by_hand(pinn_border_last, "complex", 3, shown) for shown in (lambda model: model, through_views))
-    return same(got, viewed), all(torch.allclose(got[key], bare[key], rtol=1e-6, atol=1e-7) for key in bare)
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(one[key], other[key]) for key in other)
 
 
-def test_fsdp_adds_up_what_a_forward_gives_before_the_next_ones(ranks: Any) -> None:
+@on_ranks()
+def test_fsdp_adds_up_what_a_forward_gives_before_the_next_ones() -> None:
     """FSDP1's weights are views, new in each forward: with three terms of one gradient the order of the sum shows."""
-    assert ranks.run(job_forward_by_forward, 2) == [(True, True)] * 2
+    got = ours("fsdp", pinn_border_last, "complex", 3, {})
+    bare, viewed = (by_hand(pinn_border_last, "complex", 3, shown) for shown in (lambda model: model, through_views))
+    assert same(got, viewed)
+    assert all(torch.allclose(got[key], bare[key], rtol=1e-6, atol=1e-7) for key in bare)
 
 
 def follow(model: Any, optimizer: Any, after: Callable[[Any, Any], None]) -> list[float]:
@@ -520,20 +509,18 @@ def write(model: Any, optimizer: Any) -> None:
             parameter.mul_(0.9)
 
 
-def job_left_gathered(after: Callable[[Any, Any], None]) -> tuple[bool, int]:
+@pytest.mark.parametrize("after", [train, write])
+@on_ranks()
+def test_fsdp_keeps_units_until_weights_change(after: Callable[[Any, Any], None]) -> None:
+    """The next forward sees what has been written, and after a backward nothing stays gathered."""
     bare = build(Smooth, numbers="complex")
     want = follow(bare, torch.optim.Adam(bare.parameters(), lr=1e-2), after)
     model = fsshard.wrap(build(Smooth, numbers="complex"), backend="fsdp", auto_wrap_policy={Spectral})
     got = follow(model, fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2), after)
     penalty(model, 0)
     gathered = model.backend.held_by_engine()["gathered units"]
-    return got == want, sum(tensor.untyped_storage().size() for tensor in gathered)
-
-
-@pytest.mark.parametrize("after", [train, write])
-def test_fsdp_keeps_units_until_weights_change(ranks: Any, after: Any) -> None:
-    """The next forward sees what has been written, and after a backward nothing stays gathered."""
-    assert ranks.run(job_left_gathered, 2, after) == [(True, 0)] * 2
+    assert got == want
+    assert sum(tensor.untyped_storage().size() for tensor in gathered) == 0
 
 
 @pytest.mark.parametrize("backend", often(["ddp", "fairscale", "fsdp2", "fsdp"], "fsdp2", "fsdp"))
@@ -576,8 +563,7 @@ def refused(ranks: Any, backend: str, losses: Any, **settings: Any) -> list[Fssh
     """The errors, which every rank has alike."""
     one, other = ranks.run(functools.partial(job_refused, **settings), 2, backend, losses)
     assert [str(error) for error in one] == [str(error) for error in other]
-    found = one
-    return found
+    return one
 
 
 def test_fsdp_says_who_can(ranks: Any) -> None:

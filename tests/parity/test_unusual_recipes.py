@@ -41,8 +41,7 @@ class Random(nn.Module):
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.second(x + random.random() * self.first(x)) * float(np.random.rand())
-        return out
+        return self.second(x + random.random() * self.first(x)) * float(np.random.rand())
 
 
 class Counting(nn.Module):
@@ -54,8 +53,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        out = self.linear(x) * (1 + 0.1 * self.calls)
-        return out
+        return self.linear(x) * (1 + 0.1 * self.calls)
 
 
 class Remembering(nn.Module):
@@ -68,8 +66,7 @@ class Remembering(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x.detach().clone()
-        out = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 drawing = functools.partial(recipe, build=Random)
@@ -148,8 +145,7 @@ class Part(nn.Module):
         self.first.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.second(torch.tanh(self.first(x)))
-        return out
+        return self.second(torch.tanh(self.first(x)))
 
 
 def parts() -> nn.Module:

@@ -26,7 +26,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError
 from fsshard.planning.torch_settings import in_our_words
-from tests.models import batch, net
+from tests.models import batch, net, with_sgd
+from tests.on_ranks import on_ranks
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, ranks_of
 
@@ -38,8 +39,7 @@ def job_wrap(backend: str, settings: list[dict[str, Any]]) -> list[str]:
     found = []
     for some in settings:
         try:
-            model = fsshard.wrap(net(), backend=backend, **some)
-            optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+            model, optimizer = with_sgd(net(), backend=backend, **some)
             model(batch(0)).sum().backward()
             optimizer.step()
         except FsshardError as error:
@@ -53,8 +53,7 @@ def outcomes(ranks: Any, backend: str, settings: list[dict[str, Any]]) -> list[s
     """The same on every rank."""
     answers = ranks.run(job_wrap, ranks_of(backend), backend, settings)
     assert all(answer == answers[0] for answer in answers)
-    found = answers[0]
-    return found
+    return answers[0]
 
 
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
@@ -188,14 +187,13 @@ def test_an_engines_own_option_names_the_engine(ranks: Any) -> None:
         assert "resharding=: expected an argument of fsshard.wrap" in unknown
 
 
-def job_says() -> list[str]:
+@on_ranks(1)
+def test_no_use_is_said_once() -> None:
     with unittest.TestCase().assertLogs("fsshard", "INFO") as logs:
         fsshard.wrap(net(), backend="none", forward_prefetch=True, limit_all_gathers=True)
-    return [record.getMessage() for record in logs.records if "ignores" in record.getMessage()]
-
-
-def test_no_use_is_said_once(ranks: Any) -> None:
-    assert ranks.run(job_says, 1) == [["backend 'none' ignores forward_prefetch, limit_all_gathers"]]
+    assert [record.getMessage() for record in logs.records if "ignores" in record.getMessage()] == [
+        "backend 'none' ignores forward_prefetch, limit_all_gathers"
+    ]
 
 
 def test_the_documented_table_has_every_word() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsshard.simulation.fakes import Fakes
 from fsshard.simulation.tracking import KINDS, Tracker, Usage
+from tests.models import take_step
 from tests.simulation.recipes import Net
 
 PARAMETERS = 4 * (2 * 16 * 64 + 64 + 16)
@@ -32,8 +33,7 @@ def steps(model: nn.Module, tracker: Tracker, count: int = 2, optimizer: Any = N
             tracker.mark(x, "inputs")
             tracker.reset()
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             usage = tracker.usage()
             del x
     return usage

@@ -27,6 +27,8 @@ from fsshard.parity.scripts.recorder import Recorder, Settings
 from fsshard.parity.scripts.store import ScriptTrace
 from fsshard.parity.sketch import sketch
 from fsshard.torch_private.patching import replaced
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 from tests.parity.scripts import strangers
 from tests.parity.scripts.strangers import STEPS, Net, job_train
 
@@ -63,17 +65,14 @@ def test_engines_are_equal_to_the_last_bit(recorded: Recorded, name: str) -> Non
             assert all(one.dtype for one in state.values())
 
 
-def job_states_of_fsdp1() -> bool:
+@on_ranks()
+def test_raw_fsdp1_gives_states_that_share_memory() -> None:
+    """So one kind of state is asked for at a time (torch 2.13)."""
     model, optimizer = strangers.engine("fsdp1", strangers.build(""), torch.optim.AdamW)
     model(strangers.samples(0, "")).square().mean().backward()
     optimizer.step()
     state = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]["first.weight"]
-    return bool(state["exp_avg"].data_ptr() == state["exp_avg_sq"].data_ptr())
-
-
-def test_raw_fsdp1_gives_states_that_share_memory(ranks: Any) -> None:
-    """So one kind of state is asked for at a time (torch 2.13)."""
-    assert ranks.run(job_states_of_fsdp1, 2) == [True, True]
+    assert bool(state["exp_avg"].data_ptr() == state["exp_avg_sq"].data_ptr())
 
 
 def test_flat_parameters(recorded: Recorded) -> None:
@@ -92,8 +91,7 @@ def job_by_hand() -> list[dict[str, str]]:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         found.append({name: sketch(value).digest for name, value in model.named_parameters()})
     return found
 
@@ -469,8 +467,9 @@ def test_deepspeed_is_recorded_when_it_has_gathered(ranks: Any, tmp_path: Path) 
         assert step.weights["weight"].digest == sketch(weight).digest
 
 
-def job_memory(folder: Path) -> tuple[int, int]:
-    """Return how many tensors were gathered, and how many of those before were held each time."""
+@on_ranks()
+def test_no_whole_tensor_is_held_while_the_next_one_is_gathered(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
     gathered = []
     held, original = 0, whole._full
 
@@ -483,12 +482,8 @@ def job_memory(folder: Path) -> tuple[int, int]:
 
     with fsshard.trace(folder, tensors=1, state=True), replaced(whole, "_full", counting):
         strangers.train("fsdp2")
-    return len(gathered), held
-
-
-def test_no_whole_tensor_is_held_while_the_next_one_is_gathered(ranks: Any, tmp_path: Path) -> None:
-    for gathered, held in ranks.run(job_memory, 2, tmp_path / "trace"):
-        assert gathered > 100 and held == 0
+    gathered = len(gathered)
+    assert gathered > 100 and held == 0
 
 
 def job_hooks() -> Iterator[Any]:

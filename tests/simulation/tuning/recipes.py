@@ -56,8 +56,7 @@ def samples(rank: int, world_size: int, number: int) -> Tensor:
 
 def square(model: Any, batch: Tensor) -> Tensor:
     """A number."""
-    loss = model(batch).square().mean()
-    return loss
+    return model(batch).square().mean()
 
 
 def tower() -> Recipe:

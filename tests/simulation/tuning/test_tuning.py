@@ -12,7 +12,6 @@ import pytest
 import fsshard
 from fsshard.cli import app as cli
 from fsshard.errors import ConfigurationError, DoesNotFit, FsshardError, RecipeError, UnknownBackend
-from fsshard.launching.pool import RankPool
 from fsshard.simulation.machine import MACHINES, Machine
 from fsshard.simulation.simulation import Job, Measured, simulate
 from fsshard.simulation.tuning.arrangements import arrangements
@@ -20,6 +19,7 @@ from fsshard.simulation.tuning.result import Tried, TuneResult, best, figure
 from fsshard.simulation.tuning.search_space import Candidate
 from fsshard.simulation.tuning.tuning import Search, _bytes
 from fsshard.simulation.worker import Simulator, SimulatorDied, run_job
+from tests.on_ranks import on_ranks
 from tests.simulation.tuning.recipes import Block, Tower, samples, tower
 
 RECIPE = "tests.simulation.tuning.recipes:tower"
@@ -295,11 +295,8 @@ def test_bad_meshes(meshes: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> 
         fsshard.tune(RECIPE, world_size=4, backend="ddp", meshes=("replicate", "shard"), device_mesh=(2, 2))
 
 
-def test_the_mesh_that_wins_is_made_where_it_is_used(ranks: RankPool) -> None:
-    assert ranks.run(job_made_mesh, 4) == [((2, 2), "fsdp2")] * 4
-
-
-def job_made_mesh() -> tuple[tuple[int, ...], str]:
+@on_ranks(4)
+def test_the_mesh_that_wins_is_made_where_it_is_used() -> None:
     """Wrap by the settings of a result whose winner has a mesh."""
     candidate = Candidate(backend="fsdp2", mesh={"replicate": 2, "shard": 2})
     estimate = SimpleNamespace(device="cpu")
@@ -307,4 +304,5 @@ def job_made_mesh() -> tuple[tuple[int, ...], str]:
     result = TuneResult(name="", world_size=4, memory=None, winner=winner, tried=(), aliases={}, failed={})
     settings = result.settings
     model = fsshard.wrap(Tower(), **settings)
-    return tuple(settings["device_mesh"].shape), model.backend.name
+    assert tuple(settings["device_mesh"].shape) == (2, 2)
+    assert model.backend.name == "fsdp2"
