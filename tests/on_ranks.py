@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.training_runs import ranks_of
 
 if TYPE_CHECKING:
     from fsshard.launching.pool import RankPool
@@ -33,6 +37,11 @@ def on_ranks(world_size: int | Callable[[str], int] = 2) -> Callable[[Callable[.
         return test
 
     return decorate
+
+
+def on_backends(backends: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test with a parameter ``backend`` of a module's function that ranks run, under each of these."""
+    return lambda body: pytest.mark.parametrize("backend", list(backends))(on_ranks(ranks_of)(body))
 
 
 def _run(module: str, name: str, parameters: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 
 import fsshard
 from fsshard.errors import UnsupportedByBackend
+from tests.models import take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, Run, differences, ranks_of, train
+from tests.training_runs import DISTRIBUTED, Run, check_equal, ranks_of, train
 from tests.zoo import ZOO
 
 BLOCKS = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
@@ -38,22 +40,21 @@ def spellings() -> dict[str, Any]:
 SPELLINGS = list(spellings())
 
 
-def job_units(backend: str, spelling: str) -> tuple[list[str], tuple[Any, ...], str, set[str]]:
-    model = fsshard.wrap(ZOO["t5"].build(), backend=backend, auto_wrap_policy=spellings()[spelling])
-    plan = model.plan
-    root = {name for name, info in plan.parameters.items() if info.unit == ""}
-    return [unit.name for unit in plan.units], plan.ties, plan.parameters["shared.weight"].unit, root
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_every_spelling_means_the_same_units(ranks: Any, backend: str, spelling: str) -> None:
-    for units, ties, embedding, root in ranks.run(job_units, ranks_of(backend), backend, spelling):
-        assert units == ["", *BLOCKS]
-        assert [set(names) for names in ties] == [set(TIED)]
-        assert embedding == ""
-        assert root == {"shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"}
+@on_ranks(ranks_of)
+def test_every_spelling_means_the_same_units(backend: str, spelling: str) -> None:
+    model = fsshard.wrap(ZOO["t5"].build(), backend=backend, auto_wrap_policy=spellings()[spelling])
+    plan = model.plan
+    root = {name for name, info in plan.parameters.items() if info.unit == ""}
+    units = [unit.name for unit in plan.units]
+    ties = plan.ties
+    embedding = plan.parameters["shared.weight"].unit
+    assert units == ["", *BLOCKS]
+    assert [set(names) for names in ties] == [set(TIED)]
+    assert embedding == ""
+    assert root == {"shared.weight", "encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"}
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, frozenset, lambda names: next(iter(names))])
@@ -72,16 +73,13 @@ def test_no_split_modules_in_any_form(kind: Any, on_class: bool, monkeypatch: py
     assert [unit.name for unit in fsshard.plan(outer).units] == ["", *(f"1.{name}" for name in BLOCKS)]
 
 
-def job_trained(backend: str, spelling: str) -> list[str]:
+@on_backends(often(DISTRIBUTED, "fairscale", "fsdp2"))
+def test_torchs_policy_trains_the_same_weights(backend: str) -> None:
+    spelling = "torch's transformer policy"
     settings = {"auto_wrap_policy": spellings()[spelling]}
     plain = train(Run(case="t5", steps=2))
     other = train(Run(case="t5", backend=backend, steps=2, settings={**settings, "activation_checkpointing": True}))
-    return list(differences(vars(plain), vars(other)))
-
-
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fairscale", "fsdp2"))
-def test_torchs_policy_trains_the_same_weights(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_trained, 2, backend, "torch's transformer policy") == [[], []]
+    check_equal(vars(plain), vars(other))
 
 
 def speech(layerdrop: float) -> Any:
@@ -110,12 +108,12 @@ def trained(model: Any, optimizer: Any, replicas: bool) -> dict[str, Any]:
         for parameter in model.parameters() if replicas else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad.div_(2))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return dict(model.state_dict())
 
 
-def job_layer_drop() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+@on_ranks()
+def test_layer_drop_is_right_or_refused() -> None:
     """The states with LayerDrop, the first one of bare replicas; and without it, as the error says."""
     dropped, whole = [], []
     for layerdrop, states in ((0.5, dropped), (0.0, whole)):
@@ -132,11 +130,7 @@ def job_layer_drop() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             exec(str(raised.value).split("`")[1], {"model": inner})
             model = fsshard.wrap(inner, backend=backend, find_unused_parameters=True)  # the embedding of masks
         whole.append(trained(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), False))
-    return dropped, whole
-
-
-def test_layer_drop_is_right_or_refused(ranks: Any) -> None:
-    for found in ranks.run(job_layer_drop, 2):
-        for replicas, *wrapped in found:
-            for state in wrapped:
-                assert list(differences(replicas, state)) == []
+    found = dropped, whole
+    for replicas, *wrapped in found:
+        for state in wrapped:
+            check_equal(replicas, state)

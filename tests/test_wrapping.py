@@ -29,8 +29,9 @@ from fsshard.errors import (
     UnknownBackend,
     UnsupportedByBackend,
 )
-from tests.models import Net, batch, net, take_step
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.models import Net, batch, net, take_step, with_sgd
+from tests.on_ranks import on_backends, on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 
 
 class Words(nn.Module):
@@ -204,8 +205,7 @@ class Shifts(nn.Module):
 def job_scripted_without_parameters(backend: str) -> Tensor:
     """Two steps of a model with a part of torch.jit that holds nothing to shard."""
     model = with_scripted_shift()
-    sharded = fsshard.wrap(model, backend=backend)
-    optimizer = fsshard.build_optimizer(sharded, torch.optim.SGD, lr=0.1)
+    sharded, optimizer = with_sgd(model, backend=backend)
     train_scripted(sharded, optimizer)
     return sharded.state_dict()["0.weight"]
 
@@ -240,7 +240,17 @@ def test_a_fault_of_one_rank_names_it(ranks: Any) -> None:
     assert there.startswith("rank 1: ") and "'last.weight' is expanded" in here
 
 
-def job_differs(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("shape", r"  last\.weight +\(1, 6\) torch\.float32 +\(2, 6\) torch\.float32$"),
+        ("name", r"  extra\.weight +- +\(2, 2\) torch\.float32$"),
+        ("frozen", r"  first\.weight +\(.*\) torch\.float32 +\(.*\) torch\.float32, no gradient$"),
+        ("tie", r"  pair\.1\.weight .* tied to 'pair\.0\.weight'$"),
+    ],
+)
+@on_ranks()
+def test_models_that_differ_between_ranks(how: str, text: str) -> None:
     module = net()
     module.pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     if dist.get_rank() == 1:
@@ -252,24 +262,12 @@ def job_differs(how: str) -> None:
             module.pair[1].weight = module.pair[0].weight
         else:
             module.first.requires_grad_(False)
-    fsshard.wrap(module, backend="ddp")
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("shape", r"  last\.weight +\(1, 6\) torch\.float32 +\(2, 6\) torch\.float32$"),
-        ("name", r"  extra\.weight +- +\(2, 2\) torch\.float32$"),
-        ("frozen", r"  first\.weight +\(.*\) torch\.float32 +\(.*\) torch\.float32, no gradient$"),
-        ("tie", r"  pair\.1\.weight .* tied to 'pair\.0\.weight'$"),
-    ],
-)
-def test_models_that_differ_between_ranks(ranks: Any, how: str, text: str) -> None:
-    for error in ranks.run_expecting_errors(job_differs, 2, how):
-        assert type(error) is RankMismatch
-        assert "ranks 0 and 1 hold different models" in str(error)
-        assert re.search(r"^ +rank 0 +rank 1$", str(error), re.MULTILINE)
-        assert re.search(text, str(error), re.MULTILINE)
+    with pytest.raises(RankMismatch) as raised:
+        fsshard.wrap(module, backend="ddp")
+    told = str(raised.value)
+    assert "ranks 0 and 1 hold different models" in told
+    assert re.search(r"^ +rank 0 +rank 1$", told, re.MULTILINE)
+    assert re.search(text, told, re.MULTILINE)
 
 
 def job_one_rank_bad() -> None:
@@ -361,26 +359,22 @@ class Odd(nn.Module):
         return y @ self.turned + self.windows.sum()
 
 
-def job_odd(backend: str) -> tuple[list[str], bool]:
+@on_backends([*DISTRIBUTED, "none"])
+def test_buffers_without_memory_of_their_own_get_it(backend: str) -> None:
     expected = [Odd().state_dict(), Odd()(torch.ones(2, 4))]
     model = fsshard.wrap(Odd(), backend=backend, auto_wrap_policy={nn.Linear}).eval()
     found = [dict(model.state_dict()), model(torch.ones(2, 4)).detach()]
     found[0] = {key: value.resolve_conj() for key, value in found[0].items()}
     module = model.module
     assert module.windows.add_(1).sum() == module.windows.sum()  # each can be written to
-    return list(differences([dict(expected[0]), expected[1].detach()], found)), module.expanded is model.linear.expanded
-
-
-@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
-def test_buffers_without_memory_of_their_own_get_it(ranks: Any, backend: str) -> None:
-    for found, shared in ranks.run(job_odd, ranks_of(backend), backend):
-        assert found == [] and shared
+    found = list(differences([dict(expected[0]), expected[1].detach()], found))
+    shared = module.expanded is model.linear.expanded
+    assert found == [] and shared
 
 
 def job_sparse_training(backend: str) -> list[str]:
     def train(sparse: bool) -> list[Any]:
-        model = fsshard.wrap(Words(sparse), backend=backend)
-        optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        model, optimizer = with_sgd(Words(sparse), backend=backend)
         norms = []
         for step in range(3):
             model(torch.tensor([[1, 2, 3], [3, 4, 5 + step]][dist.get_rank()])).square().mean().backward()
@@ -407,7 +401,7 @@ def job_sync(backend: str, sync: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_every_rank_starts_with_rank_zeros_values(ranks: Any, backend: str) -> None:
     one, other = ranks.run(job_sync, 2, backend, True)
-    assert list(differences(dict(one), dict(other))) == []
+    check_equal(dict(one), dict(other))
     assert int(other["steps"]) == 3
     torch.manual_seed(0)
     assert torch.equal(one["middle.0.weight"], Net().state_dict()["middle.0.weight"])
@@ -427,16 +421,14 @@ def test_auto_backend(ranks: Any) -> None:
     assert ranks.run(job_auto, 1) == ["none"]
 
 
-def job_no_group() -> tuple[str, int]:
+@on_ranks(1)
+def test_a_notebook_works() -> None:
     dist.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     model = fsshard.wrap(net())
-    return model.backend.name, dist.get_world_size()
-
-
-def test_a_notebook_works(ranks: Any) -> None:
-    assert ranks.run(job_no_group, 1) == [("none", 1)]
+    assert model.backend.name == "none"
+    assert dist.get_world_size() == 1
 
 
 def trained(backend: str, clip: float = 0.1, kind: Any = torch.optim.Adam, **settings: Any) -> tuple[Any, Any]:
@@ -469,50 +461,15 @@ def test_a_slice_of_a_mesh(ranks: Any, backend: str) -> None:
     assert list(differences(mine[0][1], mine[2][1]))
 
 
-def job_hybrid(backend: str) -> tuple[float, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    settings = {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"} if backend != "ddp" else {}
-    model, _ = trained(backend, kind=torch.optim.SGD, **settings)
-    entries = model.backend.entries.values()
-    return sum(e.local().numel() for e in entries) / sum(e.stored_shape.numel() for e in entries), model.state_dict()
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_hybrid_sharding(ranks: Any, backend: str) -> None:
-    """Shards within pairs, replicas across; with the bits of ddp on four ranks."""
-    reference = ranks.run(job_hybrid, 4, "ddp")[0][1]
-    for share, weights in ranks.run(job_hybrid, 4, backend):
-        assert 0.4 < share < 0.6
-        assert all(torch.equal(weights[name], value) for name, value in reference.items())
-
-
-def job_strategy(backend: str, strategy: Any) -> list[str]:
-    ours, theirs = trained(backend, 0, sharding_strategy=strategy), trained("ddp", 0)
-    return list(differences(theirs[0].state_dict(), ours[0].state_dict()))
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "enum"])
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_sharding_strategies(ranks: Any, backend: str, strategy: str) -> None:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    given = ShardingStrategy.SHARD_GRAD_OP if strategy == "enum" else strategy
-    assert ranks.run(job_strategy, 2, backend, given) == [[], []]
-
-
-def job_policies(backend: str, policy: Any) -> tuple[int, list[str]]:
-    (model, _), (reference, _) = trained(backend, 0, auto_wrap_policy=policy), trained("ddp", 0, auto_wrap_policy=None)
-    return len(model.plan.units), list(differences(reference.state_dict(), model.state_dict()))
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize(("policy", "units"), [(None, 1), ({"Spectral", "Linear"}, 5), (100, 4), ("auto", 3)])
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_units_do_not_change_the_training(ranks: Any, backend: str, policy: Any, units: int) -> None:
-    for count, found in ranks.run(job_policies, 2, backend, policy):
-        assert count == units
-        assert found == []
+@on_backends(["fsdp", "fsdp2"])
+def test_units_do_not_change_the_training(backend: str, policy: Any, units: int) -> None:
+    (model, _), (reference, _) = trained(backend, 0, auto_wrap_policy=policy), trained("ddp", 0, auto_wrap_policy=None)
+    count = len(model.plan.units)
+    found = list(differences(reference.state_dict(), model.state_dict()))
+    assert count == units
+    assert found == []
 
 
 class Walked(nn.Module):

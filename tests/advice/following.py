@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError
 from tests import by_hand
+from tests.models import take_step
 
 DIVIDED = ("fsdp", "fsdp2")
 
@@ -59,16 +60,14 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def square(model: Any, x: Tensor) -> Tensor:
-    result = model(x).abs().square().mean()
-    return result
+    return model(x).abs().square().mean()
 
 
 def train(model: Any, loss: Loss = square, steps: int = 2) -> Any:
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     for step in range(steps):
         loss(model, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return model
 
 

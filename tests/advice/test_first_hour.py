@@ -15,14 +15,15 @@ import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError, LaunchError, ModelError, OptimizerError, RankFailed
 from tests.advice.following import is_right, plain, refused
 from tests.forked import forking
-from tests.on_ranks import on_ranks
+from tests.models import take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.sharded.training import ALL
+from tests.training_runs import check_equal
 
 AdamW = torch.optim.AdamW
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-@on_ranks()
+@on_backends(["ddp", "fsdp2"])
 def test_settings_of_an_optimizer(backend: str) -> None:
     model = fsshard.wrap(plain(), backend=backend)
     with refused("settings go by name: build_optimizer(model, AdamW, lr=0.001)", OptimizerError):
@@ -55,8 +56,7 @@ def test_parameters_of_a_loss() -> None:
     is_right(fsshard.wrap(WithLoss(), backend="fsdp2"), WithLoss)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fsdp", "fairscale"])
-@on_ranks()
+@on_backends(["ddp", "fsdp2", "fsdp", "fairscale"])
 def test_ddp_around_it(backend: str) -> None:
     model = fsshard.wrap(plain(), backend=backend)
     with refused("call it as it is, with backend='ddp' for DDP", ModelError):
@@ -64,8 +64,7 @@ def test_ddp_around_it(backend: str) -> None:
     is_right(fsshard.wrap(plain(), backend="ddp"))
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
-@on_ranks()
+@on_backends(["fsdp2", "fsdp"])
 def test_copies_of_a_sharded_module(backend: str) -> None:
     model = fsshard.wrap(plain(), backend=backend)
     with refused("or load the state dict into a bare model"):
@@ -128,8 +127,7 @@ class Unlooking(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp", "fsdp2"])
-@on_ranks()
+@on_backends(["ddp", "fairscale", "fsdp", "fsdp2"])
 def test_an_optimizer_that_does_not_look_for_gradients(backend: str) -> None:
     """Two numbers in a model: a flat part of one rank has none of them."""
 
@@ -144,10 +142,9 @@ def test_an_optimizer_that_does_not_look_for_gradients(backend: str) -> None:
     for _ in range(2):
         for each, own in ((model, optimizer), (bare, judge)):
             each(torch.ones(2, 1)).square().sum().backward()
-            own.step()
-            own.zero_grad()
+            take_step(own)
     saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))
 
 
 @on_ranks()

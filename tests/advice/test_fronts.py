@@ -11,7 +11,7 @@ from torch import nn
 
 import fsshard
 from tests.advice.following import DIVIDED, batch, cases, is_right, plain, refused, square
-from tests.training_runs import shared_folder
+from tests.training_runs import check_equal, shared_folder
 
 
 def case_fabric() -> None:
@@ -115,7 +115,7 @@ def case_lightning() -> None:
         dist.barrier()
         module = Module()
         module.load_state_dict(torch.load(folder / "weights.pt"))
-        assert all(torch.equal(value, whole[key]) for key, value in module.state_dict().items())
+        check_equal(dict(module.state_dict()), dict(whole))
 
 
 def case_hugging_face() -> None:

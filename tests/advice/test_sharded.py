@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fsshard
 from tests.advice.following import DIVIDED, batch, cases, is_right, is_trained, plain, refused, square, train
 from tests.models import net, take_step
+from tests.training_runs import check_equal
 
 ENGINES = ("ddp", "fairscale", *DIVIDED)
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -48,7 +49,7 @@ def case_dicts_of_ranks() -> None:
         model.load_state_dict(own)
     for given, from_rank0 in ((own, True), (fresh(0), False)):
         model.load_state_dict(given, broadcast_from_rank0=from_rank0)
-        assert all(torch.equal(value, fresh(0)[name]) for name, value in model.state_dict().items())
+        check_equal(dict(model.state_dict()), dict(fresh(0)))
         model.load_state_dict(fresh(7))
 
 

@@ -17,7 +17,7 @@ import fsshard
 from tests import by_hand
 from tests.advice.following import refused
 from tests.models import take_step, with_sgd
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends
 from tests.sets import often
 from tests.training_runs import check_equal, differences
 
@@ -533,16 +533,14 @@ FIRST_FORWARDS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.covering
 @pytest.mark.parametrize("what", FIRST_FORWARDS)
 @pytest.mark.parametrize("units", [False, True])
-@pytest.mark.parametrize("backend", DIVIDED)
-@on_ranks()
+@on_backends(DIVIDED)
 def test_weights_that_the_first_forward_writes_are_named(backend: str, units: bool, what: str) -> None:
     build, weight = FIRST_FORWARDS[what]
     told = outcome_of(build, backend, units)
     assert f"'{weight}'" in told and "in place, which would be lost" in told
 
 
-@pytest.mark.parametrize("backend", [*WHOLE, *DIVIDED])
-@on_ranks()
+@on_backends([*WHOLE, *DIVIDED])
 def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> None:
     model, optimizer = with_sgd(ActNorm(by_data=False), backend=backend)
     if backend in DIVIDED:
@@ -563,7 +561,7 @@ def test_weights_are_initialised_by_a_batch_as_the_error_says(backend: str) -> N
         model(batch(step, dist.get_rank())).backward()
         take_step(optimizer)
     saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))
 
 
 PENALTIES: dict[str, Callable[[Any], Any]] = {
@@ -573,8 +571,7 @@ PENALTIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("backend", DIVIDED)
-@on_ranks()
+@on_backends(DIVIDED)
 def test_penalties_beside_the_forward_are_refused(backend: str) -> None:
     outcome = {}
     for name, act in PENALTIES.items():
@@ -610,8 +607,7 @@ def test_calling_the_module_inside_is_refused_where_it_does_not_gather(ranks: An
     assert ranks.run(job_module, 2, "fsdp2") == ["no error"] * 2
 
 
-@pytest.mark.parametrize("backend", DIVIDED)
-@on_ranks()
+@on_backends(DIVIDED)
 def test_training_goes_on_after_a_refusal(backend: str) -> None:
     """A forward that was refused leaves nothing behind, and the guard is off outside of forwards."""
     model = wrapped("Base", backend, True)

@@ -12,8 +12,8 @@ import fsshard
 from fsshard.errors import ModelError
 from fsshard.torch_private.fsdp1 import let_go
 from tests.models import net, take_step, with_sgd
-from tests.on_ranks import on_ranks
-from tests.training_runs import DISTRIBUTED
+from tests.on_ranks import on_backends, on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal
 
 
 def job_raw(tensorfied: bool) -> str:
@@ -302,8 +302,7 @@ class HeldTwice(nn.Module):
         return self.out(self.embedding(tokens) + self.same(tokens.flip(0)))
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
+@on_backends(DISTRIBUTED)
 def test_a_frozen_module_may_be_held_twice(backend: str) -> None:
     tokens = torch.arange(6)
     bare, model = HeldTwice(), fsshard.wrap(HeldTwice(), backend=backend)
@@ -316,4 +315,4 @@ def test_a_frozen_module_may_be_held_twice(backend: str) -> None:
             take_step(own)
     saved = model.state_dict()
     assert list(saved) == list(bare.state_dict())
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))

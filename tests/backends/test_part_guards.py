@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 import fsshard
 from fsshard.errors import FsshardError
 from tests.models import net
-from tests.on_ranks import on_ranks
-from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
+from tests.on_ranks import on_backends, on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 BACKENDS = (*DISTRIBUTED, "none")
 LINE = "state = model.state_dict(rank0_only=True, offload_to_cpu=True)"
@@ -45,7 +45,8 @@ IDIOMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def job_idioms(backend: str) -> dict[str, list[str] | str]:
+@on_backends(BACKENDS)
+def test_an_idiom_gives_the_whole_or_says_the_line(backend: str) -> None:
     """Idiom -> how what it gives differs from the model, or what it is refused with."""
     model = fsshard.wrap(net(), backend=backend)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)  # OSS moves parameters into buffers of its own
@@ -60,21 +61,14 @@ def job_idioms(backend: str) -> dict[str, list[str] | str]:
             found[name] = list(differences({key: expected[key] for key in given}, given))
             assert given
     check_equal(dict(expected), model.state_dict())
-    return found
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_idiom_gives_the_whole_or_says_the_line(ranks: Any, backend: str) -> None:
     divided = backend in ("fsdp", "fsdp2")
-    for found in ranks.run(job_idioms, ranks_of(backend), backend):
-        for name, given in found.items():
-            # pickle itself cannot take FSDP2's classes, nor the hooks of a unit.
-            refused = LINE in given or "Can't pickle" in given
-            assert refused if divided else given == [], (name, given)
+    for name, given in found.items():
+        # pickle itself cannot take FSDP2's classes, nor the hooks of a unit.
+        refused = LINE in given or "Can't pickle" in given
+        assert refused if divided else given == [], (name, given)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(ranks_of)
+@on_backends(BACKENDS)
 def test_modules_are_whole_within_full_parameters(backend: str) -> None:
     """Modules are whole inside of full_parameters(): state dicts, copies, and loading."""
     model = fsshard.wrap(net(), backend=backend)

@@ -30,6 +30,7 @@ from fsshard.errors import CheckpointError, FsshardError
 from fsshard.launching.pool import RankPool
 from tests.comm.test_channel import Deaths
 from tests.forked import run_script
+from tests.on_ranks import on_ranks
 from tests.portability.runs import Run, unlike
 
 RANK_0, RANK_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
@@ -505,8 +506,10 @@ class Choosy(nn.Linear):
             raise ValueError("not my turn")
 
 
-def job_refusing(folder: str) -> list[tuple[Outcome, list[str], int]]:
+@on_ranks()
+def test_what_refuses_its_state(tmp_path: Path) -> None:
     """An object, and then the module's own code, ends the load on rank 1; what has changed of what had been loaded."""
+    folder = str(tmp_path)
     module = Choosy()
     model = fsshard.wrap(module, backend="ddp")
     fsshard.save(f"{folder}/choosy", model, thing=Stubborn(None, 5))
@@ -518,18 +521,14 @@ def job_refusing(folder: str) -> list[tuple[Outcome, list[str], int]]:
         module.refusing = refusing and dist.get_rank() == 1
         ended = outcome(lambda thing=thing: fsshard.load(f"{folder}/choosy", model, thing=thing))  # type: ignore[misc]
         ends.append((ended, unlike([model.state_dict(), generators()], before), thing.value))
-    return ends
-
-
-def test_what_refuses_its_state(ranks: RankPool, tmp_path: Path) -> None:
-    for of_object, of_module in ranks.run(job_refusing, 2, str(tmp_path)):
-        (kind, text, failures), changed, value = of_object
-        assert kind == "CheckpointError" and list(failures) == [1] and changed == []
-        assert "thing (Stubborn) refuses its state: KeyError: 'the schedule of another day'" in text
-        assert value == 7, "what had taken it has its own back"
-        (kind, text, failures), changed, value = of_module
-        assert kind == "CheckpointError" and list(failures) == [1] and "ValueError: not my turn" in text
-        assert changed == [] and value == 8
+    of_object, of_module = ends
+    (kind, text, failures), changed, value = of_object
+    assert kind == "CheckpointError" and list(failures) == [1] and changed == []
+    assert "thing (Stubborn) refuses its state: KeyError: 'the schedule of another day'" in text
+    assert value == 7, "what had taken it has its own back"
+    (kind, text, failures), changed, value = of_module
+    assert kind == "CheckpointError" and list(failures) == [1] and "ValueError: not my turn" in text
+    assert changed == [] and value == 8
 
 
 # ------------------------------------------------------------------------------------------------ each rank's own
@@ -562,8 +561,10 @@ def test_state_of_each_rank_at_another_world_size(ranks: RankPool, tmp_path: Pat
     assert alone["per_rank"]["thing"] == [{"value": 0}, {"value": 1}]
 
 
-def job_generators(folder: str) -> list[bool]:
+@on_ranks()
+def test_random_numbers_come_back(tmp_path: Path) -> None:
     """Tell whether all three draw what they drew after the save; and whether ``rng=False`` leaves them alone."""
+    folder = str(tmp_path)
 
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(numpy.random.rand())
@@ -574,8 +575,5 @@ def job_generators(folder: str) -> list[bool]:
     run.load(f"{folder}/rng")
     again = draw()
     run.load(f"{folder}/rng", rng=False)
-    return [again == first, draw() == second]
-
-
-def test_random_numbers_come_back(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(job_generators, 2, str(tmp_path)) == [[True, True], [True, True]]
+    assert again == first
+    assert draw() == second

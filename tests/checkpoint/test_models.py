@@ -17,9 +17,10 @@ from fsshard.checkpoint.inspecting import inspect
 from fsshard.cli import app as cli
 from fsshard.errors import AlreadyWrapped, CheckpointError, ConfigurationError, StateDictError
 from tests.models import Spectral, take_step
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
 from tests.sets import often
-from tests.training_runs import ENGINES, NAMES
+from tests.training_runs import ENGINES, NAMES, check_equal
 
 FSDP1, FSDP2 = ENGINES[3], ENGINES[4]
 
@@ -142,9 +143,8 @@ def job_one_of_them(folder: Path, name: str) -> dict[str, Tensor]:
     fsshard.load(folder / "step-3", {name: ours.models[name]}, {name: optimizer}, rng=False)
     assert int(next(iter(optimizer.state_dict()["state"].values()))["step"]) == 2
     for other, weights in before.items():
-        assert all(torch.equal(value, weights[key]) for key, value in ours.models[other].state_dict().items())
-    found = ours.models[name].state_dict()
-    return found
+        check_equal(dict(ours.models[other].state_dict()), dict(weights))
+    return ours.models[name].state_dict()
 
 
 def test_one_of_them_on_other_numbers_of_ranks_and_for_others(ranks: Any, tmp_path: Path, capsys: Any) -> None:
@@ -155,7 +155,7 @@ def test_one_of_them_on_other_numbers_of_ranks_and_for_others(ranks: Any, tmp_pa
         fsshard.export(path, tmp_path / f"{name}.pt", model=name, optimizer=name)
         exported = torch.load(tmp_path / f"{name}.pt", weights_only=True)["model"]
         assert list(exported) == list(weights)
-        assert all(torch.equal(exported[key], value) for key, value in weights.items())
+        check_equal(dict(weights), dict(exported))
     assert cli.main(["export", str(path), str(tmp_path / "again.pt"), "--model", "g"]) == 0
     fsshard.export(path, tmp_path / "averaged.pt", model="g", average="ema")
     assert torch.load(tmp_path / "averaged.pt", weights_only=True).keys() == generator().state_dict().keys()
@@ -196,7 +196,7 @@ def job_misused(folder: Path) -> dict[str, str]:
             call()
         said[text] = str(raised.value)
     for name, model in models.items():  # all or nothing
-        assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items())
+        check_equal(dict(model.state_dict()), dict(before[name]))
     load(path, {"g": models["g"], "d": models["d"]}, optimizers)  # as the first says
     load(folder / "one", models["g"])  # and the second
     return said
@@ -247,19 +247,15 @@ def test_one_clip_over_both_is_torchs_over_the_union(ranks: Any, engine: dict[st
         ranks.run(job_clipped, 2, engine, ENGINES[0] if engine is FSDP2 and p == 2 else None, p)
 
 
-def job_clips_refused() -> list[str]:
+@on_ranks()
+def test_what_cannot_be_clipped_is_told() -> None:
     model, said = fsshard.wrap(critic(), backend="ddp"), []
     for models in ([model, model], [critic()], []):
         with pytest.raises(ConfigurationError) as raised:
             fsshard.clip_grad_norm_(models, 1.0)  # type: ignore[arg-type]
         said.append(str(raised.value))
-    return said
-
-
-def test_what_cannot_be_clipped_is_told(ranks: Any) -> None:
-    for said in ranks.run(job_clips_refused, 2):
-        for told, text in zip(said, ("one of them twice", "got Sequential", "got none"), strict=True):
-            assert text in told
+    for told, text in zip(said, ("one of them twice", "got Sequential", "got none"), strict=True):
+        assert text in told
 
 
 # ------------------------------------------------------------------------------------------------ student and teacher
@@ -302,7 +298,10 @@ def frozen() -> nn.Module:
     return generator().eval().requires_grad_(False)
 
 
-def job_taught(path: Path, engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
+@on_ranks()
+def test_a_frozen_teacher_beside_a_student_or_inside_of_it(tmp_path: Path, engine: dict[str, Any]) -> None:
+    path = tmp_path / "both"
     bare = Distilled(frozen())
     expected = distil(bare, None, torch.optim.Adam(bare.student.parameters(), 1e-2))
     inside = fsshard.wrap(Distilled(frozen()), **engine)
@@ -317,11 +316,6 @@ def job_taught(path: Path, engine: dict[str, Any]) -> None:
     fsshard.save(path, {"student": beside, "teacher": teacher}, {"student": optimizer})
     again = fsshard.wrap(Distilled(None), **engine)
     fsshard.load(path, {"student": again})
-    assert all(torch.equal(again.state_dict()[key], value) for key, value in beside.state_dict().items())
+    check_equal(dict(beside.state_dict()), dict(again.state_dict()))
     with pytest.raises(AlreadyWrapped, match="once"):
         fsshard.wrap(Distilled(teacher), **engine)
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
-def test_a_frozen_teacher_beside_a_student_or_inside_of_it(ranks: Any, tmp_path: Path, engine: dict[str, Any]) -> None:
-    ranks.run(job_taught, 2, tmp_path / "both", engine)

@@ -22,6 +22,7 @@ from fsshard.checkpoint.format.tensors_file import Item, write
 from fsshard.checkpoint.reader import Reader
 from fsshard.errors import CheckpointError
 from tests.models import net
+from tests.on_ranks import on_ranks
 
 
 def filled(value: float) -> fsshard.ShardedModule:
@@ -45,8 +46,10 @@ def after(function: Callable[..., Any], once: Callable[[], Any]) -> Callable[...
     return call
 
 
-def job_replaced(folder: Path) -> list[list[float]]:
+@on_ranks()
+def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(tmp_path: Path) -> None:
     """The values that a load gives where a rank replaces the checkpoint after one of its steps."""
+    folder = tmp_path
     rank, path, found = dist.get_rank(), folder / "last", []
     for where, name in [(loading, "resolve"), (reader, "read_index"), (loading._Load, "check")]:
         fsshard.save(path, filled(1.0))
@@ -63,13 +66,8 @@ def job_replaced(folder: Path) -> list[list[float]]:
         with mock.patch.object(where, name, after(getattr(where, name), replacing)):
             fsshard.load(path, model, verify=True)
         found.append(sorted({float(value) for p in model.parameters() for value in p.detach().flatten()}))
-    return found
-
-
-def test_a_load_reads_one_whole_checkpoint_while_it_is_replaced(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks.run(job_replaced, 2, tmp_path):
-        assert found[:2] == [[2.0]] * 2, "files that are not open yet are gone: the new one is read"
-        assert found[2] == [1.0], "all files are open, whatever has their names"
+    assert found[:2] == [[2.0]] * 2, "files that are not open yet are gone: the new one is read"
+    assert found[2] == [1.0], "all files are open, whatever has their names"
 
 
 def of_ranks(folder: Path, ranks: int) -> None:

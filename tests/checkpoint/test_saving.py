@@ -9,7 +9,7 @@ import multiprocessing
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
-from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import fsshard
 from fsshard.checkpoint import dividing, parts, saving
@@ -34,9 +33,10 @@ from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoin
 from fsshard.launching.leaving import finish_before_leaving
 from fsshard.launching.pool import RankPool
 from tests.models import Spectral, batch, net, take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.portability.runs import unlike
 from tests.sets import often
-from tests.training_runs import differences
+from tests.training_runs import check_equal, differences
 
 
 class Growing(nn.Module):
@@ -78,13 +78,15 @@ def refused(work: Callable[[], Any]) -> str:
     return "taken"
 
 
-def job_calls_that_differ(folder: str) -> dict[str, str]:
+@on_ranks()
+def test_ranks_that_call_differently_are_told_how(tmp_path: Any) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(net())
     rank, path = dist.get_rank(), f"{folder}/last"
     fsshard.save(path, model, optimizer)
     more = {"extra": torch.ones(3)} if rank else {}
     first = optimizer if rank == 0 else None
-    return {
+    found = {
         "key": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, **more)),
         "optimizer": refused(lambda: fsshard.save(path, model, first, timeout=20)),
         "block": refused(lambda: fsshard.save(path, model, optimizer, timeout=20, block=rank == 0).wait()),
@@ -92,17 +94,15 @@ def job_calls_that_differ(folder: str) -> dict[str, str]:
         "strict": refused(lambda: fsshard.load(path, model, strict=rank == 0, timeout=20)),
         "afterwards": refused(lambda: fsshard.load(path, model, optimizer)),
     }
+    assert found.pop("afterwards") == "taken"
+    for case, text in found.items():
+        assert text.startswith("CheckpointError: all 2 ranks must make the same call; nothing was done"), case
+    assert "extra=" in found["key"] and "block=False" in found["block"] and "strict=False" in found["strict"]
 
 
-def test_ranks_that_call_differently_are_told_how(ranks: RankPool, tmp_path: Any) -> None:
-    for found in ranks.run(job_calls_that_differ, 2, str(tmp_path)):
-        assert found.pop("afterwards") == "taken"
-        for case, text in found.items():
-            assert text.startswith("CheckpointError: all 2 ranks must make the same call; nothing was done"), case
-        assert "extra=" in found["key"] and "block=False" in found["block"] and "strict=False" in found["strict"]
-
-
-def job_arguments(folder: str) -> dict[str, str]:
+@on_ranks()
+def test_each_argument_says_what_it_takes(tmp_path: Any) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(net())
     path = f"{folder}/last"
     fsshard.save(path, model, optimizer)
@@ -125,7 +125,7 @@ def job_arguments(folder: str) -> dict[str, str]:
     found = fsshard.load(path, model, optimizer, rates, scaler)
     assert found.state["step"] == 3 and found.state["seen"] == {"step": 3}
     fsshard.save(path, model, optimizer)
-    return {
+    found = {
         "a path first": refused(lambda: fsshard.save(unknown, path)),  # type: ignore[arg-type]
         "expected seconds": refused(lambda: fsshard.save(path, model, timeout="1")),  # type: ignore[arg-type]
         "takes True or False": refused(lambda: fsshard.load(path, model, strict=optimizer)),  # type: ignore[arg-type]
@@ -137,12 +137,8 @@ def job_arguments(folder: str) -> dict[str, str]:
         "objects/ema[": refused(lambda: fsshard.save(path, model, ema=ema)),
         "a function": refused(lambda: fsshard.save(path, model, fn=refused)),
     }
-
-
-def test_each_argument_says_what_it_takes(ranks: RankPool, tmp_path: Any) -> None:
-    for found in ranks.run(job_arguments, 2, str(tmp_path)):
-        for text, said in found.items():
-            assert text in said
+    for text, said in found.items():
+        assert text in said
 
 
 def job_remembered(folder: str, backend: str, block: bool) -> list[tuple[str, int, bool, bool]]:
@@ -198,7 +194,9 @@ def test_who_writes_what_is_agreed_once(ranks: RankPool, tmp_path: Any, backend:
             assert (told, waits, same) == (expected[0 if block else 1], block or expected[2 + rank], True), what
 
 
-def job_inference(folder: str, backend: str) -> None:
+@on_backends(["ddp", "fairscale", "fsdp", "fsdp2"])
+def test_what_is_loaded_in_inference_mode_can_be_trained(tmp_path: Any, backend: str) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(net(), backend)
     fsshard.save(f"{folder}/last", model, optimizer)
     with torch.inference_mode():
@@ -206,12 +204,9 @@ def job_inference(folder: str, backend: str) -> None:
     step(model, optimizer)  # raises "Inplace update to inference tensor" if anything was made in that mode
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp", "fsdp2"])
-def test_what_is_loaded_in_inference_mode_can_be_trained(ranks: RankPool, tmp_path: Any, backend: str) -> None:
-    ranks.run(job_inference, 2, str(tmp_path), backend)
-
-
-def job_casts(folder: str) -> tuple[list[str], bool]:
+@on_ranks()
+def test_not_strict_casts_state_with_its_parameter(tmp_path: Any) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(nn.Linear(4, 3).double())
     fsshard.save(f"{folder}/double", model, optimizer)
     other, its = trained(nn.Linear(4, 3))
@@ -219,24 +214,19 @@ def job_casts(folder: str) -> tuple[list[str], bool]:
     whole = [value.float() for value in model.state_dict().values()]
     same = all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), whole, strict=True))
     step(other, its)
-    return [str(state["exp_avg"].dtype) for state in its.state_dict()["state"].values()], same
+    assert [str(state["exp_avg"].dtype) for state in its.state_dict()["state"].values()] == ["torch.float32"] * 2
+    assert same
 
 
-def test_not_strict_casts_state_with_its_parameter(ranks: RankPool, tmp_path: Any) -> None:
-    assert ranks.run(job_casts, 2, str(tmp_path)) == [(["torch.float32"] * 2, True)] * 2
-
-
-def job_extra_state(folder: str) -> list[float]:
+@on_ranks()
+def test_extra_state_is_as_large_as_it_was(tmp_path: Any) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(Growing(3))
     fsshard.save(f"{folder}/last", model, optimizer)
     other, _ = trained(Growing(0))
     fsshard.load(f"{folder}/last", other)
     history = other.history
-    return history.tolist()
-
-
-def test_extra_state_is_as_large_as_it_was(ranks: RankPool, tmp_path: Any) -> None:
-    assert ranks.run(job_extra_state, 2, str(tmp_path)) == [[0.0, 1.0, 2.0]] * 2
+    assert history.tolist() == [0.0, 1.0, 2.0]
 
 
 def job_kinds_of_tensors(folder: str) -> list[Any]:
@@ -258,8 +248,10 @@ def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -
     assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
 
 
-def job_two_jobs(folder: str) -> list[tuple[str, list[str]]]:
+@on_ranks()
+def test_two_jobs_that_save_into_one_folder(tmp_path: Path) -> None:
     """Each rank is a job of its own, and they save in turns; return after each save the latest, and what is kept."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("jobs", "data"))
     model = fsshard.wrap(net(), backend="fsdp2", device_mesh=mesh["data"], replicated={})
     found = []
@@ -270,14 +262,9 @@ def job_two_jobs(folder: str) -> list[tuple[str, list[str]]]:
         newest = fsshard.latest(folder)
         found.append((newest.name, sorted(path.name for path in Path(folder).glob("step-*"))))
         dist.barrier()
-    return found
-
-
-def test_two_jobs_that_save_into_one_folder(ranks: RankPool, tmp_path: Path) -> None:
-    for found in ranks.run(job_two_jobs, 2, str(tmp_path)):
-        for number, (newest, kept) in enumerate(found, start=1):
-            assert newest == f"step-{number}"
-            assert kept == [f"step-{n}" for n in (number - 1, number) if n]
+    for number, (newest, kept) in enumerate(found, start=1):
+        assert newest == f"step-{number}"
+        assert kept == [f"step-{n}" for n in (number - 1, number) if n]
 
 
 class TwoParts(nn.Module):
@@ -299,8 +286,7 @@ def job_stops_before_a_unit(path: str, backend: str, order: list[bool]) -> list[
     optimizers = [fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01) for model in models]
     for both in order:
         models[0](batch(0), both).backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        take_step(optimizers[0])
     pending = models[0](batch(0), order[0])  # its backward comes later
     fsshard.save(path, models[0], optimizers[0])
     pending.backward()
@@ -317,8 +303,11 @@ def test_behind_a_backward_that_stops_before_a_unit(ranks: RankPool, tmp_path: P
             assert not any(ranks.run(job_stops_before_a_unit, world, str(path), backend, order))
 
 
-def job_lacks(path: str, whole: bool) -> str:
+@pytest.mark.parametrize("whole", [True, False])
+@on_ranks()
+def test_a_checkpoint_without_all_weights_is_an_error_of_the_save(tmp_path: Path, whole: bool) -> None:
     """A rank that forgets its part of a weight, or all of it, as a fault of an engine's would have it."""
+    path = str(tmp_path / "last")
     model, _ = trained(net())
     fsshard.save(path, model)
     real = parts._add_model
@@ -331,13 +320,8 @@ def job_lacks(path: str, whole: bool) -> str:
     with mock.patch.object(parts, "_add_model", lacks), pytest.raises(CheckpointError) as told:
         fsshard.save(path, model)
     fsshard.load(path, model)
-    return str(told.value)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_checkpoint_without_all_weights_is_an_error_of_the_save(ranks: RankPool, tmp_path: Path, whole: bool) -> None:
-    for told in ranks.run(job_lacks, 2, str(tmp_path / "last"), whole):
-        assert "the ranks do not hold all of model/first.weight; nothing was saved" in told
+    told = str(told.value)
+    assert "the ranks do not hold all of model/first.weight; nothing was saved" in told
 
 
 # ------------------------------------------------------------------------------------------------ leaving
@@ -401,7 +385,10 @@ def states(several: Any) -> list[Any]:
     return [one.state_dict() for one in (several.values() if isinstance(several, dict) else several)]
 
 
-def job_several(path: str, how: str) -> tuple[Any, Any, list[str]]:
+@pytest.mark.parametrize("how", ["list", "dict"])
+@on_ranks()
+def test_several_schedulers(tmp_path: Path, how: str) -> None:
+    path = str(tmp_path / "c")
     model, optimizer = trained(net())
     mine, fresh = schedulers(optimizer, how), schedulers(optimizer, how)
     for _ in range(3):
@@ -413,81 +400,16 @@ def job_several(path: str, how: str) -> tuple[Any, Any, list[str]]:
     other = schedulers(optimizer, "dict" if how == "list" else "list")
     few = fresh[:1] if how == "list" else {"body": fresh["body"]}
     wrong = [refused(lambda given=given: fsshard.load(path, model, optimizer, given)) for given in (other, few)]
-    return states(mine), states(fresh), wrong
-
-
-@pytest.mark.parametrize("how", ["list", "dict"])
-def test_several_schedulers(ranks: Any, tmp_path: Path, how: str) -> None:
-    for saved, loaded, (other, few) in ranks.run(job_several, 2, str(tmp_path / "c"), how):
-        assert saved == loaded and saved[0]["last_epoch"] == 3
-        assert "was given" in other and "was given" in few and other.startswith("CheckpointError")
+    saved = states(mine)
+    loaded = states(fresh)
+    (other, few) = wrong
+    assert saved == loaded and saved[0]["last_epoch"] == 3
+    assert "was given" in other and "was given" in few and other.startswith("CheckpointError")
 
 
 def test_what_is_no_group_of_objects_stays() -> None:
     given = {"numbers": [1, 2], "mixed": [1, torch.nn.Linear(1, 1)], "none": [], "module": torch.nn.ModuleList()}
     assert all(combine_states(value) is value for value in given.values())
-
-
-# ------------------------------------------------------------------------------------------------ data
-
-
-class Resumable(Sampler[int]):
-    """One order for all ranks, each of which takes its share of what is left; it counts what was trained.
-
-    As in docs/checkpoints.md.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length, self.epoch, self.taken = length, 0, 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        return iter(order[self.taken + dist.get_rank() :: dist.get_world_size()])
-
-    def trained(self, samples: int) -> None:
-        """A step is done with so many samples of all ranks; a loader may have drawn more."""
-        self.taken += samples
-        if self.taken >= self.length:
-            self.epoch, self.taken = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.taken = state["epoch"], state["taken"]
-
-
-SAMPLES, EACH = 24, 2
-
-
-def job_epochs(path: str, stop: int, steps: int) -> list[float]:
-    """Losses of so many steps, six of which make an epoch on two ranks; from the start where ``stop`` is set."""
-    torch.manual_seed(1)
-    data = TensorDataset(torch.randn(SAMPLES, 4))
-    model, optimizer = trained(net())
-    sampler = Resumable(SAMPLES)
-    if not stop:
-        fsshard.load(path, model, optimizer, data=sampler)
-    losses = []
-    while len(losses) < steps:
-        for (x,) in DataLoader(data, batch_size=EACH, sampler=sampler):
-            loss = model(x).square().mean()
-            loss.backward()
-            take_step(optimizer)
-            sampler.trained(EACH * dist.get_world_size())
-            losses.append(float(loss))
-            if len(losses) == stop:
-                fsshard.save(path, model, optimizer, data=sampler)
-            if len(losses) == steps:
-                break
-    return losses
-
-
-def test_goes_on_in_the_middle_of_an_epoch(ranks: Any, tmp_path: Path) -> None:
-    """Six steps make an epoch: it stops in the second one, after the eighth."""
-    path = str(tmp_path / "c")
-    undisturbed = ranks.run(job_epochs, 2, path, 8, 14)
-    assert [losses[8:] for losses in undisturbed] == ranks.run(job_epochs, 2, path, 0, 6)
 
 
 # ------------------------------------------------------------------------------------------------ paths
@@ -549,8 +471,7 @@ def observed() -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).train()
     module.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    prepared = quantization.prepare_qat(module)  # type: ignore[no-untyped-call]
-    return prepared
+    return quantization.prepare_qat(module)
 
 
 def job_resumed_qat(backend: str, folder: str) -> list[str]:
@@ -637,14 +558,12 @@ def test_ranks_are_divided_by_rules_and_one_speaks_for_all(ranks: RankPool, tmp_
     assert tensors <= sum(told["told"] for _, told, _ in answers) <= tensors + counts
 
 
-def job_an_optimizers_state_dict_as_state(folder: str) -> None:
+@on_ranks()
+def test_an_optimizers_state_dict_is_state_like_any_other(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, optimizer = trained(net(), "fsdp2")
     given = optimizer.state_dict()
     fsshard.save(f"{folder}/last", model, extra=given)
     taken = fsshard.load(f"{folder}/last", model)["extra"]
     assert taken["param_groups"] == given["param_groups"]
-    assert list(differences(taken["state"], given["state"])) == []
-
-
-def test_an_optimizers_state_dict_is_state_like_any_other(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(job_an_optimizers_state_dict_as_state, 2, str(tmp_path))
+    check_equal(taken["state"], given["state"])

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tests.compat.accelerate import trainings as accelerated
 from tests.compat.transformers import trainings
 from tests.compat.transformers.trainings import BEST, gpt2, samples, t5
+from tests.models import take_step
 
 KINDS: dict[str, Any] = {
     "gpt2": (gpt2, {"target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "modules_to_save": ["ln_f"]}),
@@ -79,8 +80,7 @@ def by_accelerator(engine: str, folder: str) -> dict[str, Tensor]:
         model, optimizer, loader = accelerator.prepare(model, optimizer, _batches())
         for batch in loader:
             accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
         inner, path, whole = accelerator.unwrap_model(model), f"{folder}/{kind}", accelerator.get_state_dict(model)
         if kind == "t5" or engine == accelerated.OWN:
             inner.save_pretrained(path, is_main_process=accelerator.is_main_process, state_dict=whole)

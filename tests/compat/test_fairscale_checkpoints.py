@@ -23,8 +23,9 @@ from fsshard.checkpoint.interop.foreign_names import clean_path
 from fsshard.compat import fairscale_checkpoints as old
 from fsshard.errors import ConfigurationError, FsshardError, StateDictError
 from tests.models import Spectral, batch, take_step
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 STEPS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -177,22 +178,6 @@ def job_resume_oss(kind: type[nn.Module], setting: str, folder: str, backend: st
     return run(model, [optimizer], STEPS)
 
 
-def job_back_to_oss(setting: str, backend: str) -> list[dict[str, Any]]:
-    """Train under fsshard, hand over to the real library and to torch; the weights of each at the end."""
-    model, optimizer = ours(Text, setting, backend, seed=0, lr=SETTINGS[setting]["lr"])
-    run(model, [optimizer], 0)
-    weights, state = old.sharded_ddp_state(model), old.oss_state(optimizer)
-    theirs, (oss,) = sharded_ddp(build(Text, 9), setting)
-    theirs.load_state_dict(weights)
-    oss.load_state_dict(copy.deepcopy(state))
-    alone = build(Text, 9)
-    alone.load_state_dict(plain(weights))
-    made = optimizers(alone, setting, getattr(torch.optim, setting))
-    made[0].load_state_dict(state)
-    ddp = nn.parallel.DistributedDataParallel(alone)
-    return [run(model, [optimizer], STEPS), run(theirs, [oss], STEPS), run(ddp, made, STEPS)]
-
-
 def job_front(setting: str, folder: str) -> list[dict[str, Any]]:
     """The script goes on under our front; then what that saves goes on under the real library; the weights of each."""
     model, (optimizer,) = sharded_ddp(build(Text, 9), setting, "fsshard.compat.fairscale")
@@ -218,7 +203,7 @@ def text(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.Te
 def test_oss_goes_on(ranks: Any, text: Any, backend: str, aged: bool) -> None:
     setting, folder, expected = text
     for weights in ranks.run(job_resume_oss, 2, Text, setting, folder, backend, aged):
-        assert list(differences(expected, weights)) == []
+        check_equal(expected, weights)
 
 
 def test_one_oss_per_dtype_goes_on_as_one_optimizer(ranks: Any, tmp_path: Any) -> None:
@@ -226,14 +211,29 @@ def test_one_oss_per_dtype_goes_on_as_one_optimizer(ranks: Any, tmp_path: Any) -
     expected = ranks.run(job_write_oss, 2, Waves, "AdamW", str(tmp_path))[0]
     for backend in DISTRIBUTED:
         for weights in ranks.run(job_resume_oss, 2, Waves, "AdamW", str(tmp_path), backend):
-            assert list(differences(expected, weights)) == []
+            check_equal(expected, weights)
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("setting", "backend"), [*itertools.product(SETTINGS, DISTRIBUTED)])
-def test_back_to_oss_and_to_torch(ranks: Any, setting: str, backend: str) -> None:
-    for here, real, alone in ranks.run(job_back_to_oss, 2, setting, backend):
-        assert list(differences(here, real)) == list(differences(here, alone)) == []
+@on_ranks()
+def test_back_to_oss_and_to_torch(setting: str, backend: str) -> None:
+    """Train under fsshard, hand over to the real library and to torch; the weights of each at the end."""
+    model, optimizer = ours(Text, setting, backend, seed=0, lr=SETTINGS[setting]["lr"])
+    run(model, [optimizer], 0)
+    weights, state = old.sharded_ddp_state(model), old.oss_state(optimizer)
+    theirs, (oss,) = sharded_ddp(build(Text, 9), setting)
+    theirs.load_state_dict(weights)
+    oss.load_state_dict(copy.deepcopy(state))
+    alone = build(Text, 9)
+    alone.load_state_dict(plain(weights))
+    made = optimizers(alone, setting, getattr(torch.optim, setting))
+    made[0].load_state_dict(state)
+    ddp = nn.parallel.DistributedDataParallel(alone)
+    here = run(model, [optimizer], STEPS)
+    real = run(theirs, [oss], STEPS)
+    alone = run(ddp, made, STEPS)
+    assert list(differences(here, real)) == list(differences(here, alone)) == []
 
 
 def test_oss_goes_on_under_the_front(ranks: Any, text: Any) -> None:
@@ -368,7 +368,7 @@ def nested(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.
 @pytest.mark.parametrize("backend", DISTRIBUTED)
 def test_fsdp_goes_on(ranks: Any, nested: Any, backend: str, form: str) -> None:
     setting, folder, expected = nested
-    assert list(differences(expected, ranks.run(job_resume_fsdp, 2, setting, folder, backend, form)[0])) == []
+    check_equal(expected, ranks.run(job_resume_fsdp, 2, setting, folder, backend, form)[0])
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_fsdp_goes_on(ranks: Any, nested: Any, backend: str, form: str) -> None:
 def test_back_to_fsdp(ranks: Any, setting: str, units: tuple[str, ...]) -> None:
     for backend in DISTRIBUTED:
         for here, real in ranks.run(job_back_to_fsdp, 2, setting, backend, units):
-            assert list(differences(here, real)) == []
+            check_equal(here, real)
 
 
 # ------------------------------------------------------------------------------------------------ what does not fit
@@ -441,19 +441,17 @@ def test_a_state_that_does_not_fit(ranks: Any, only_rank: int | None) -> None:
             assert changed == []
 
 
-def job_not_strict() -> list[Any]:
+@on_ranks()
+def test_a_parameter_without_state_starts_anew_if_one_says_so() -> None:
     model, optimizer, state = trained()
     old.load_optimizer_state(optimizer, SPOILT["gone"][0](state), strict=False)
-    return [list(optimizer.state_dict()["state"]), [name for name, _ in model.named_parameters()]]
+    with_state = list(optimizer.state_dict()["state"])
+    every = [name for name, _ in model.named_parameters()]
+    assert set(every) - set(with_state) == {"frozen", "hidden.bias"}
 
 
-def test_a_parameter_without_state_starts_anew_if_one_says_so(ranks: Any) -> None:
-    for with_state, every in ranks.run(job_not_strict, 2):
-        assert set(every) - set(with_state) == {"frozen", "hidden.bias"}
-
-
-def job_names() -> dict[str, str]:
-    """Return what is said of names that do not go with a state, by the text that is expected."""
+@on_ranks()
+def test_names_that_do_not_go_with_the_state() -> None:
     model, optimizer = ours(Nested, "AdamW", "ddp")
     run(model, [optimizer], 0)
     shared = fsshard.wrap(build(Text), backend="ddp")
@@ -467,15 +465,12 @@ def job_names() -> dict[str, str]:
         "'embed.weight' is shared by modules of different units": lambda: old.fsdp_names(shared, ["embed", "head"]),
         "missing: last.bias": lambda: old.fsdp_optimizer_state(optimizer, [["first.weight"]]),
     }
-    return {case: said(call) for case, call in calls.items()}
+    told = {case: said(call) for case, call in calls.items()}
+    assert all(text in of_call for text, of_call in told.items()), told
 
 
-def test_names_that_do_not_go_with_the_state(ranks: Any) -> None:
-    for told in ranks.run(job_names, 2):
-        assert all(text in of_call for text, of_call in told.items()), told
-
-
-def job_named() -> list[dict[str, Any]]:
+@on_ranks()
+def test_names_that_the_state_itself_has() -> None:
     """A torch optimizer over named parameters of the wrapped model says itself which is which, in any order."""
     model = nn.parallel.DistributedDataParallel(build(Nested))
     theirs = torch.optim.AdamW(list(model.named_parameters())[::-1], lr=0.01)
@@ -483,12 +478,10 @@ def job_named() -> list[dict[str, Any]]:
     target, optimizer = ours(Nested, "AdamW", "fsdp2")
     old.load_model_state(target, model.state_dict())
     old.load_optimizer_state(optimizer, theirs.state_dict())
-    return [run(model, [theirs], STEPS), run(target, [optimizer], STEPS)]
-
-
-def test_names_that_the_state_itself_has(ranks: Any) -> None:
-    expected, found = ranks.run(job_named, 2)[0]
-    assert list(differences(expected, found)) == []
+    expected = run(model, [theirs], STEPS)
+    found = run(target, [optimizer], STEPS)
+    if dist.get_rank() == 0:  # whose statistics a state dict has
+        check_equal(expected, found)
 
 
 def metadata(padding: int = 0, **changes: Any) -> dict[str, Any]:

@@ -371,5 +371,4 @@ def test_torchrun_starts_it_and_reports_once(with_torch: list[subprocess.Complet
 
 def _last(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError
 from tests.models import net, take_step
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 BACKENDS = (*DISTRIBUTED, "none")
 NAMES = ("first.weight", "middle.0.weight", "last.bias")
@@ -63,8 +63,7 @@ def one_step(model: Any, optimizer: Any) -> None:
     take_step(optimizer)
 
 
-@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "ddp", "none"))
-@on_ranks(ranks_of)
+@on_backends(often(BACKENDS, "fsdp2", "ddp", "none"))
 def test_a_write_arrives_or_is_refused(backend: str) -> None:
     """Where a write is neither there after a step nor refused."""
     found = []

@@ -17,10 +17,10 @@ import fsshard
 from fsshard.errors import FsshardError, ModelError
 from tests.advice.following import refused
 from tests.models import take_step
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
 from tests.sharded.training import ALL
-from tests.training_runs import ranks_of
+from tests.training_runs import check_equal
 
 Idiom = Callable[[Tensor], Any]
 STEPS = 2
@@ -139,8 +139,7 @@ def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("backend", [name for name in ALL if name != "fsdp"])
-@on_ranks(ranks_of)
+@on_backends([name for name in ALL if name != "fsdp"])
 def test_what_is_done_to_a_gradient_is_what_the_optimizer_steps_with(backend: str, rows: int) -> None:
     different = []
     for name, idiom in GRADIENTS.items():
@@ -186,8 +185,7 @@ WEIGHTS: dict[str, Idiom] = {
 }
 
 
-@pytest.mark.parametrize("backend", often(ALL, "fairscale", "fsdp", "fsdp2"))
-@on_ranks(ranks_of)
+@on_backends(often(ALL, "fairscale", "fsdp", "fsdp2"))
 def test_weights_are_written_as_those_of_the_bare_model(backend: str) -> None:
     told = {}
     for name, idiom in WEIGHTS.items():
@@ -209,8 +207,7 @@ def initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fairscale", "fsdp2"])
-@on_ranks()
+@on_backends(["ddp", "fairscale", "fsdp2"])
 def test_initialising_after_wrap_gives_the_whole_draw(backend: str) -> None:
     model = fsshard.wrap(Layers(), backend=backend)
     torch.manual_seed(1)
@@ -343,4 +340,4 @@ def test_state_that_a_user_makes_of_shards_is_stepped() -> None:
                 for parameter in model.parameters():
                     optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
         results.append(model.state_dict())
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    check_equal(dict(results[0]), dict(results[1]))

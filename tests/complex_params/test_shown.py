@@ -19,8 +19,7 @@ from fsshard.complex_params.shown import stored_names
 from fsshard.errors import ModelError, OptimizerError
 from tests.by_hand import train
 from tests.models import with_sgd
-from tests.on_ranks import on_ranks
-from tests.training_runs import ranks_of
+from tests.on_ranks import on_backends, on_ranks
 from tests.zoo import number
 
 WHOLE = ("none", "ddp", "fairscale")
@@ -127,8 +126,7 @@ def test_a_penalty_in_the_forward_is_that_of_bare_replicas(ranks: Any) -> None:
     assert ranks.run(job_inside, 1, ("none",)) == [[("none", True, True, True)]]
 
 
-@pytest.mark.parametrize("backend", WHOLE)
-@on_ranks(ranks_of)
+@on_backends(WHOLE)
 def test_parameters_of_the_module_can_be_used_outside_of_forwards(backend: str) -> None:
     """Change ``model.module`` outside of forwards, where each rank has whole parameters."""
     bare, module = Two(), Two()
@@ -267,8 +265,7 @@ def test_reset_parameters_goes_through_the_users_parameters(ranks: Any) -> None:
     assert ranks.run(job_initialised, 2, "fsdp2") == [True, True]
 
 
-@pytest.mark.parametrize("backend", ["fairscale", "ddp", "fsdp2"])
-@on_ranks()
+@on_backends(["fairscale", "ddp", "fsdp2"])
 def test_a_complex_parameter_is_frozen_and_unfrozen(backend: str) -> None:
     """Where an engine moves it, autograd cannot make the nodes of a view whose base is frozen: INTERNAL ASSERT.
 

@@ -27,6 +27,9 @@ import fsshard
 from fsshard.launching.pool import RankPool
 from tests.conftest import PATIENCE
 from tests.examples.test_parity_ci import lend
+from tests.models import take_step
+from tests.on_ranks import on_ranks
+from tests.training_runs import check_equal
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "minimal"
@@ -153,7 +156,8 @@ def test_tfno(ranks: RankPool, cache: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- FairScale
 
 
-def job_fairscale() -> tuple[list[float], ...]:
+@on_ranks()
+def test_fairscale_before_and_after() -> None:
     """The old script on what ``python -m fsshard.compat`` serves; the new one under two engines."""
     text = (FOLDER / "fairscale_before.py").read_text(encoding="utf-8")
     names = {"__name__": "script"}
@@ -161,35 +165,30 @@ def job_fairscale() -> tuple[list[float], ...]:
     ctx = fsshard.init()
     with contextlib.redirect_stdout(io.StringIO()):
         before = names["train"](ctx.rank, ctx.world_size, epochs=3)
-    return before, *(trained("fairscale_after.py", "--backend", name)[0][:3] for name in ("fsdp2", "fairscale"))
-
-
-def test_fairscale_before_and_after(ranks: RankPool) -> None:
-    for before, *after in ranks.run(job_fairscale, 2):
-        assert before == after[0] == after[1]
-        assert before[-1] < before[0]
+    for name in ("fsdp2", "fairscale"):
+        assert trained("fairscale_after.py", "--backend", name)[0][:3] == before
+    assert before[-1] < before[0]
 
 
 # --------------------------------------------------------------------------------------------------- ways of training
 
 
-def job_precision() -> list[Any]:
-    return [trained("mixed_precision.py", "--precision", name, "--steps", "20")[0] for name in ("bf16", "fp16")]
-
-
-def test_mixed_precision(ranks: RankPool) -> None:
-    bf16, fp16 = ranks.run(job_precision, 2)[0]
+@on_ranks()
+def test_mixed_precision() -> None:
+    bf16, fp16 = [trained("mixed_precision.py", "--precision", name, "--steps", "20")[0] for name in ("bf16", "fp16")]
     assert bf16[1] == fp16[1], "float32 beside both"
     for losses, reference, dtypes in (bf16, fp16):
         assert losses != reference and losses[-1] < 0.5 * losses[0]
         assert set(dtypes.values()) == {torch.float32}
 
 
-def job_resume(folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
+@on_ranks()
+def test_resumed_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def run(name: str, epochs: int, backend: str = "fsdp2") -> tuple[list[float], dict[str, Tensor]]:
         arguments = ["--folder", f"{folder}/{name}", "--epochs", str(epochs), "--backend", backend]
-        returned = trained("checkpoint_resume.py", *arguments)[0]
-        return returned
+        return trained("checkpoint_resume.py", *arguments)[0]
 
     def set_epoch(sampler: Any, epoch: int) -> None:
         if epoch == 1 and dist.get_rank() == 1:
@@ -202,17 +201,17 @@ def job_resume(folder: str) -> list[tuple[list[float], dict[str, Tensor]]]:
         patch.setattr(DistributedSampler, "set_epoch", set_epoch)
         run("parts", 9)
     signal.signal(signal.SIGTERM, handler)
-    return [whole, run("parts", 3, "ddp")]
-
-
-def test_resumed_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path) -> None:
-    (losses, weights), (resumed, others) = ranks.run(job_resume, 2, str(tmp_path))[0]
+    losses, weights = whole
+    resumed, others = run("parts", 3, "ddp")
     assert losses == resumed and len(losses) == 3 and losses[-1] < losses[0]
     assert weights.keys() == others.keys()
-    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+    check_equal(dict(weights), dict(others))
 
 
-def job_gan(folder: str) -> list[Any]:
+@on_ranks()
+def test_a_gan_goes_on_under_another_engine(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
     def run(name: str, steps: int, *more: str) -> Any:
         arguments = ["--path", f"{folder}/{name}", "--steps", str(steps), "--batch-size", "16", *more]
         return trained("gan.py", *arguments)
@@ -222,16 +221,12 @@ def job_gan(folder: str) -> list[Any]:
     (rest, _, others), _ = run("parts", 20, "--backend", "fairscale")
     run("parts", 6)  # which it has behind it
     assert run("parts", 20)[0][0] == []
-    return [losses, share, weights, said, rest, others]
-
-
-def test_a_gan_goes_on_under_another_engine(ranks: RankPool, tmp_path: Path) -> None:
-    losses, share, weights, said, rest, others = ranks.run(job_gan, 2, str(tmp_path))[0]
     assert rest == losses[12:] and len(losses) == 20
     for name in ("g", "d"):
-        assert all(torch.equal(value, others[name][key]) for key, value in weights[name].items())
+        check_equal(dict(weights[name]), dict(others[name]))
     assert weights["g"]["modes"].dtype == torch.complex64
-    assert share > 0.38 and "steps 0 to 20" in said  # of noise: 3 of 9 wavenumbers
+    assert share > 0.38  # of noise: 3 of 9 wavenumbers
+    assert dist.get_rank() or "steps 0 to 20" in said
 
 
 def serial(name: str, batch: Callable[[dict[str, Any], int], tuple[Tensor, Tensor]], steps: int, clip: float) -> Any:
@@ -245,26 +240,22 @@ def serial(name: str, batch: Callable[[dict[str, Any], int], tuple[Tensor, Tenso
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
     return losses, norms, model.state_dict()
 
 
-def job_accumulate() -> tuple[Any, Any]:
+@on_ranks()
+def test_parts_are_the_whole_batch() -> None:
     with float64():
         parts = trained("accumulate_and_clip.py", "--steps", str(CLIPPED), "--accumulate", "4")[0]
         losses, norms, _ = serial(
             "accumulate_and_clip.py", lambda code, step: code["global_batch"](step, 64), CLIPPED, 0.5
         )
-    return parts, list(zip(losses, norms, strict=True))
-
-
-def test_parts_are_the_whole_batch(ranks: RankPool) -> None:
-    for parts, whole in ranks.run(job_accumulate, 2):
-        assert any(norm > 0.5 for _, norm in whole), "something is clipped"
-        for mine, plain in zip(parts, whole, strict=True):
-            assert mine == pytest.approx(plain, rel=CLOSE)
+    whole = list(zip(losses, norms, strict=True))
+    assert any(norm > 0.5 for _, norm in whole), "something is clipped"
+    for mine, plain in zip(parts, whole, strict=True):
+        assert mine == pytest.approx(plain, rel=CLOSE)
 
 
 def job_hybrid(replicas: int) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ import fsshard
 from fsshard.checkpoint import saving
 from fsshard.launching.pool import RankPool
 from tests.examples.two_hosts import Hosts
+from tests.models import take_step, with_adam
 
 STEPS, EVERY = 12, 4
 COLLECTIVE = 4.0  # seconds until a collective gives up
@@ -35,8 +36,7 @@ LONGEST = 200.0  # seconds on a machine that is busy with other things; 8 where 
 def trained(ctx: fsshard.Context, folder: Path, cut: Any = None) -> dict[str, Tensor]:
     """From the latest checkpoint to the end; ``cut(step)`` is called before each step."""
     torch.manual_seed(0)
-    model = fsshard.wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), backend="fsdp2")
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    model, optimizer = with_adam(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), backend="fsdp2")
     found, first = fsshard.latest(folder), 0
     if found is not None:
         first = fsshard.load(found, model, optimizer).state["step"]
@@ -45,8 +45,7 @@ def trained(ctx: fsshard.Context, folder: Path, cut: Any = None) -> dict[str, Te
             cut(step)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + ctx.rank))
         model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         if (step + 1) % EVERY == 0:
             fsshard.save(folder / f"step-{step + 1}", model, optimizer, block=False, step=step + 1)
     return model.state_dict()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import fsshard
 from fsshard.errors import RankMismatch
 from tests.by_hand import train
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends
 from tests.training_runs import DISTRIBUTED, differences, gradients, ranks_of
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -188,8 +188,7 @@ def test_every_layout_comes_and_goes_as_in_the_bare_model(ranks: Any, tmp_path: 
         assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-@on_ranks()
+@on_backends(["fsdp", "ddp"])
 def test_ranks_have_the_same_layouts(backend: str) -> None:
     """torch's FSDP1 trains on what it has mixed up, without a word (2.13)."""
     model = nn.Sequential(nn.Conv2d(2, 3, 3))

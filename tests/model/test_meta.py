@@ -18,7 +18,7 @@ import fsshard
 from fsshard.errors import ModelError
 from fsshard.launching.pool import RankPool
 from tests.models import take_step
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.training_runs import DISTRIBUTED, call, check_equal, differences, ranks_of, zoo
 
 ALL = (*DISTRIBUTED, "none")
@@ -218,7 +218,8 @@ def assign(module: nn.Module) -> None:
         module.table = torch.arange(4.0)
 
 
-def job_assigned(backend: str) -> tuple[dict[str, Any], list[Any]]:
+@on_backends(ALL)
+def test_an_init_may_assign_new_parameters(backend: str) -> None:
     with torch.device("meta"):
         module = Assigned()
     model = fsshard.wrap(module, backend=backend, param_init_fn=assign)
@@ -227,11 +228,6 @@ def job_assigned(backend: str) -> tuple[dict[str, Any], list[Any]]:
     model(torch.ones(2, 4)).abs().sum().backward()
     ties = [model.plan.ties == (("one.weight", "two.weight"),), module.one.table is module.two.table]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return state, [*ties, state["one.weight"] is state["two.weight"], frozen]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_an_init_may_assign_new_parameters(ranks: RankPool, backend: str) -> None:
     expected = {
         "number": torch.full((4, 4), 1 + 2j),
         "scale": torch.tensor(3.0),
@@ -240,9 +236,9 @@ def test_an_init_may_assign_new_parameters(ranks: RankPool, backend: str) -> Non
         "two.weight": torch.arange(16.0).view(4, 4).t(),
         "two.table": torch.arange(4.0),
     }
-    for state, facts in ranks.run(job_assigned, ranks_of(backend), backend):
-        check_equal(expected, state)
-        assert facts == [True, True, True, ["scale"]]
+    facts = [*ties, state["one.weight"] is state["two.weight"], frozen]
+    check_equal(expected, state)
+    assert facts == [True, True, True, ["scale"]]
 
 
 def fails(module: nn.Module) -> None:
@@ -354,8 +350,7 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("way", ["reset", "load"])
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-@on_ranks()
+@on_backends(["fsdp", "fsdp2"])
 def test_no_rank_holds_the_whole_model(backend: str, way: str) -> None:
     width, count = 64, 12
     whole = 4 * count * width * width

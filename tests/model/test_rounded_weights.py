@@ -20,6 +20,7 @@ from fsshard.launching.pool import RankPool
 from tests.forked import forking
 from tests.models import Spectral, take_step
 from tests.on_ranks import on_ranks
+from tests.training_runs import check_equal
 
 BACKENDS = ("ddp", "fsdp2", "fairscale")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,7 +159,7 @@ def test_engines_agree_on_other_plans(ranks: RankPool, extra: dict[str, Any]) ->
     results = [ranks.run(job_trained, 2, backend, {"send": torch.bfloat16}, extra)[0] for backend in BACKENDS]
     for losses, state, after in results[1:]:
         assert (losses, after) == (results[0][0], results[0][2])
-        assert all(torch.equal(state[name], weight) for name, weight in results[0][1].items())
+        check_equal(dict(results[0][1]), dict(state))
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])

@@ -67,8 +67,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _with(function: Any, x: Tensor, group: Any) -> Tensor:
-    found = x if group is None else function.apply(x, group)
-    return found
+    return x if group is None else function.apply(x, group)
 
 
 class Block(nn.Module):
@@ -118,8 +117,7 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        found = self.head(x + (x * self.phase).real)
-        return found
+        return self.head(x + (x * self.phase).real)
 
 
 def my_tokens(x: Tensor, cp: Any) -> Tensor:

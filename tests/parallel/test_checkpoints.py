@@ -14,6 +14,7 @@ import fsshard
 from fsshard.checkpoint.inspecting import Inspection, inspect
 from fsshard.errors import StateDictError
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, serial, split
+from tests.training_runs import check_equal
 
 BOUND = 4e-6
 """Bound for numbers of order 1 in float32: each mesh adds in another order."""
@@ -41,8 +42,7 @@ def job_save(path: str, backend: str, shape: tuple[int, int, int]) -> dict[str, 
     model, optimizer, cp, rank = built(backend, shape)
     steps(model, optimizer, cp, rank, shape[0], range(2))
     fsshard.save(path, model, optimizer, steps=2)
-    saved = model.state_dict()
-    return saved
+    return model.state_dict()
 
 
 def job_resume(path: str, backend: str, shape: tuple[int, int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -90,7 +90,7 @@ def test_any_mesh_to_any(
     assert _distance(saved, after_two) < BOUND
     assert all(torch.equal(saved[name], other[name]) for other in others for name in saved)
     for loaded, trained in ranks.run(job_resume, there[0] * there[1] * there[2], path, loader, there):
-        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        check_equal(dict(saved), dict(loaded))
         assert _distance(trained, after_four) < BOUND
     shown = inspect(path)
     assert isinstance(shown, Inspection) and shown.ok
@@ -106,14 +106,13 @@ def test_the_same_mesh_goes_on_to_the_bit(ranks: Any, tmp_path: Path) -> None:
     resumed = ranks.run(job_resume, 4, path, "fsdp2", shape)
     whole = ranks.run(job_uninterrupted, 4, "fsdp2", shape)
     for (_, ours), theirs in zip(resumed, whole, strict=True):
-        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+        check_equal(dict(theirs), dict(ours))
 
 
 def job_uninterrupted(backend: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
     model, optimizer, cp, rank = built(backend, shape)
     steps(model, optimizer, cp, rank, shape[0], range(4))
-    state = model.state_dict()
-    return state
+    return model.state_dict()
 
 
 def _without_dimension(mesh: Any) -> dict[str, Any]:
@@ -128,8 +127,7 @@ def job_side_by_side(path: str, parts: int, load: bool) -> dict[str, Tensor]:
         fsshard.load(path, model)
     else:
         fsshard.save(path, model)
-    state = model.state_dict()
-    return state
+    return model.state_dict()
 
 
 def test_parts_whose_dimension_nobody_said(ranks: Any, tmp_path: Path) -> None:
@@ -138,6 +136,6 @@ def test_parts_whose_dimension_nobody_said(ranks: Any, tmp_path: Path) -> None:
     saved = ranks.run(job_side_by_side, 2, path, 2, False)[0]
     assert saved["blocks.0.fc1.weight"].shape == (2, 16, 16)
     for loaded in ranks.run(job_side_by_side, 2, path, 2, True):
-        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        check_equal(dict(saved), dict(loaded))
     for error in ranks.run_expecting_errors(job_side_by_side, 4, path, 4, True):
         assert isinstance(error, StateDictError) and "blocks.0.fc1.weight" in str(error)

@@ -23,8 +23,9 @@ from torch.distributed.tensor.parallel import (
 import fsshard
 from fsshard.errors import AlreadyWrapped, ConfigurationError, ModelError, UnsupportedByBackend
 from tests.forked import forking
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED
+from tests.training_runs import DISTRIBUTED, check_equal
 
 BOUND = 4e-6
 """Bound for numbers of order 1 in float32: tp and data add in another order than one process."""
@@ -78,8 +79,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        found = self.head(self.mixed(x))
-        return found
+        return self.head(self.mixed(x))
 
 
 def in_parts(mesh: Any) -> Net:
@@ -120,8 +120,7 @@ def job_trains(backend: str, data_ranks: int, mixed: bool = False) -> dict[str, 
     model.load_state_dict(first, broadcast_from_rank0=True)
     stepped.load_state_dict(stepped.state_dict())
     again = model.state_dict(rank0_only=True)
-    assert bool(again) == (dist.get_rank() == 0)
-    assert all(torch.equal(state[name], value) for name, value in again.items())
+    check_equal({} if dist.get_rank() else dict(state), dict(again))
     return {"losses": losses, "norms": norms, "weights": state, "state": stepped.state_dict()["state"]}
 
 
@@ -166,8 +165,7 @@ class Perceptron(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.down(torch.tanh(self.up(self.norm(x))))
-        return found
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def job_sequence(backend: str) -> list[float]:
@@ -210,8 +208,7 @@ class SimpleCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.second(torch.relu(self.first(x))))
-        found = self.head(x.mean(dim=(-2, -1)))
-        return found
+        return self.head(x.mean(dim=(-2, -1)))
 
 
 def job_distributed_module(backend: str) -> list[float]:
@@ -266,7 +263,8 @@ def test_unequal_parts(ranks: Any) -> None:
         assert isinstance(error, UnsupportedByBackend) and "in unequal parts along dim 0" in str(error)
 
 
-def job_refused() -> None:
+@on_ranks()
+def test_what_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     tp, data = mesh["tp"], mesh["data"]
     # over the ranks of data themselves
@@ -304,10 +302,6 @@ def job_refused() -> None:
     assert list(before) == list(after) and all(after[name] is value for name, value in before.items())
     net(batch(1, 0)).square().mean().backward()
     assert all(parameter.grad is not None for parameter in net.parameters())
-
-
-def test_what_is_refused(ranks: Any) -> None:
-    ranks.run(job_refused, 2)
 
 
 def job_plan() -> Any:

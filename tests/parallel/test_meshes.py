@@ -14,8 +14,9 @@ import fsshard
 from fsshard.backends.whole import state_of
 from fsshard.errors import ConfigurationError
 from tests.models import batch, net, take_step
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 STEPS = 3
 BOUND = 2.0**-20
@@ -32,7 +33,8 @@ WHOLE = {
 }
 
 
-def job_refused() -> None:
+@on_ranks()
+def test_a_mesh_that_splits_the_model_is_refused_whole() -> None:
     """A mesh that splits the model is refused whole, and leaves the model as it was."""
     hybrid = {"backend": "fsdp2", "sharding_strategy": "HYBRID_SHARD"}  # which does not help
     cases = [(("data", "tp"), {"backend": backend}) for backend in DISTRIBUTED]
@@ -45,10 +47,6 @@ def job_refused() -> None:
             fsshard.wrap(module, device_mesh=mesh, **settings)
         assert f"{WHOLE[names]}" in str(caught.value) and f"mesh[{data!r}]" in str(caught.value)
         assert all(parameter is before[name] for name, parameter in module.named_parameters())
-
-
-def test_a_mesh_that_splits_the_model_is_refused_whole(ranks: Any) -> None:
-    ranks.run(job_refused, 2)
 
 
 def job_trained(settings: dict[str, Any], names: tuple[str, str] | None) -> tuple[float, dict[str, Any], Any]:
@@ -108,8 +106,12 @@ def test_the_names_are_enough(ranks: Any, how: str) -> None:
                 assert (value - found[name]).abs().max() <= BOUND, name
 
 
-def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[Any]]:
-    """Return what was saved and goes on; what ddp has loaded, and what goes on from the file."""
+@pytest.mark.parametrize("backend", often(["fsdp", "fsdp2", "fairscale"], "fsdp2"))
+@on_ranks(4)
+def test_a_resumed_training_has_the_same_bits(backend: str, tmp_path: Any) -> None:
+    """And the checkpoint loads under ddp, the optimizer's state too."""
+    settings = {"backend": backend}
+    folder = str(tmp_path)
     path = f"{folder}/{settings['backend']}"
 
     def made(**how: Any) -> tuple[Any, Any]:
@@ -133,11 +135,6 @@ def job_resumed(settings: dict[str, Any], folder: str) -> tuple[list[Any], list[
     other, others = made(backend="ddp")
     fsshard.load(path, other, others)
     loaded = other.state_dict(), others.state_dict()["state"]
-    return [*saved, *go_on(model, optimizer, 2)], [*loaded, *go_on(again, its, 2)]
-
-
-@pytest.mark.parametrize("backend", often(["fsdp", "fsdp2", "fairscale"], "fsdp2"))
-def test_a_resumed_training_has_the_same_bits(ranks: Any, backend: str, tmp_path: Any) -> None:
-    """And the checkpoint loads under ddp, the optimizer's state too."""
-    for there, here in ranks.run(job_resumed, 4, {"backend": backend}, str(tmp_path)):
-        assert list(differences(there, here)) == []
+    there = [*saved, *go_on(model, optimizer, 2)]
+    here = [*loaded, *go_on(again, its, 2)]
+    check_equal(there, here)

@@ -15,6 +15,7 @@ import fsshard
 from fsshard.complex_params.slots import ModuleTable
 from fsshard.errors import ConfigurationError, RankMismatch
 from fsshard.parallel.model_mesh import find_model_mesh
+from tests.on_ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -25,7 +26,45 @@ class Net(nn.Module):
         self.tied.weight = self.fc.weight
 
 
-def job_understood() -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"replicated": "norm"}, "expected a mapping from a parameter's name"),
+    ({"replicated": {"nrom": "tp"}}, "fits no parameter; the model has norm.weight"),
+    ({"replicated": {"(": "tp"}}, "no regular expression"),
+    ({"replicated": {3: "tp"}}, "expected a name, a pattern, a module class, or "),
+    ({"replicated": {"norm": 3}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"replicated": {"norm": ("tp", "max")}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"replicated": {"norm": "whole"}}, r'expected a mesh dimension such as mesh\["cp"\]'),
+    ({"sharded": {"fc": ("tp", "0")}}, r'expected \(mesh\["tp"\], dim\)'),
+    ({"sharded": {"fc.bias": ("tp", 1)}}, "'fc.bias' has 1 dimensions, and no dimension 1"),
+    ({"replicated": {"norm": "tp"}, "sharded": {"norm.bias": ("tp", 0)}}, "is named twice for mesh dimension 'tp'"),
+    ({"replicated": {"norm": "data"}}, "they must have this rank alone in common"),
+]
+
+
+@on_ranks(4)
+def test_refused_on_every_rank() -> None:
+    """Case by case what is said."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    meshes = {"tp": mesh["tp"], "data": mesh["data"], "whole": mesh}
+
+    def meant(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return (meant(value[0]), value[1])
+        if isinstance(value, dict):
+            return {key: meant(item) for key, item in value.items()}
+        return meshes.get(value, value) if isinstance(value, str) else value
+
+    told = []
+    for given, _ in REFUSED:
+        with pytest.raises(ConfigurationError) as caught:
+            fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], **meant(given))
+        told.append(str(caught.value))
+    for text, (_, words) in zip(told, REFUSED, strict=True):
+        assert re.search(words, text), text
+
+
+@on_ranks()
+def test_understood() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     net, data = ModuleTable(Net()), mesh["data"].get_group()
     assert find_model_mesh(net, data) is None
@@ -44,52 +83,8 @@ def job_understood() -> None:
     assert empty is not None and empty.axes == () and empty.group is data
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"replicated": "norm"}, "expected a mapping from a parameter's name"),
-    ({"replicated": {"nrom": "tp"}}, "fits no parameter; the model has norm.weight"),
-    ({"replicated": {"(": "tp"}}, "no regular expression"),
-    ({"replicated": {3: "tp"}}, "expected a name, a pattern, a module class, or "),
-    ({"replicated": {"norm": 3}}, r'expected a mesh dimension such as mesh\["cp"\]'),
-    ({"replicated": {"norm": ("tp", "max")}}, r'expected a mesh dimension such as mesh\["cp"\]'),
-    ({"replicated": {"norm": "whole"}}, r'expected a mesh dimension such as mesh\["cp"\]'),
-    ({"sharded": {"fc": ("tp", "0")}}, r'expected \(mesh\["tp"\], dim\)'),
-    ({"sharded": {"fc.bias": ("tp", 1)}}, "'fc.bias' has 1 dimensions, and no dimension 1"),
-    ({"replicated": {"norm": "tp"}, "sharded": {"norm.bias": ("tp", 0)}}, "is named twice for mesh dimension 'tp'"),
-    ({"replicated": {"norm": "data"}}, "they must have this rank alone in common"),
-]
-
-
-def job_refused() -> list[str]:
-    """Case by case what is said."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
-    meshes = {"tp": mesh["tp"], "data": mesh["data"], "whole": mesh}
-
-    def meant(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return (meant(value[0]), value[1])
-        if isinstance(value, dict):
-            return {key: meant(item) for key, item in value.items()}
-        return meshes.get(value, value) if isinstance(value, str) else value
-
-    told = []
-    for given, _ in REFUSED:
-        with pytest.raises(ConfigurationError) as caught:
-            fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], **meant(given))
-        told.append(str(caught.value))
-    return told
-
-
-def test_refused_on_every_rank(ranks: Any) -> None:
-    for told in ranks.run(job_refused, 4):
-        for text, (_, words) in zip(told, REFUSED, strict=True):
-            assert re.search(words, text), text
-
-
-def test_understood(ranks: Any) -> None:
-    ranks.run(job_understood, 2)
-
-
-def job_not_named() -> None:
+@on_ranks(4)
+def test_a_dimension_that_is_named_nowhere() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("data", "cp", "tp"))
     said = {"norm": mesh["tp"]}
     with pytest.raises(ConfigurationError, match=r"mesh \(data=1, cp=2, tp=2\): dimension 'cp' is not named"):
@@ -103,30 +98,21 @@ def job_not_named() -> None:
         fsshard.wrap(Net(), backend="ddp", device_mesh=other[names[0]], replicated={"norm": other["tp"]})
 
 
-def test_a_dimension_that_is_named_nowhere(ranks: Any) -> None:
-    ranks.run(job_not_named, 4)
-
-
-def job_on_some_ranks_only() -> None:
+@on_ranks(4)
+def test_some_ranks_of_data_say_nothing() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     said = {"norm": mesh["tp"]} if mesh["data"].get_local_rank() else None
-    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    with pytest.raises(RankMismatch) as raised:
+        fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    error = raised.value
+    assert "1 of the 2 data-parallel ranks passed replicated=" in str(error), error
 
 
-def test_some_ranks_of_data_say_nothing(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_on_some_ranks_only, 4):
-        assert isinstance(error, RankMismatch) and "1 of the 2 data-parallel ranks passed replicated=" in str(error), (
-            error
-        )
-
-
-def job_different() -> None:
+@on_ranks()
+def test_ranks_that_say_different_things() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     torch.manual_seed(0)
     said = {"norm": mesh["tp"]} if dist.get_rank() else {"norm": (mesh["tp"], "mean")}
-    fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
-
-
-def test_ranks_that_say_different_things(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_different, 2):
-        assert isinstance(error, RankMismatch) and "replicated= and sharded= differ" in str(error)
+    with pytest.raises(RankMismatch) as raised:
+        fsshard.wrap(Net(), backend="ddp", device_mesh=mesh["data"], replicated=said)
+    assert "replicated= and sharded= differ" in str(raised.value)

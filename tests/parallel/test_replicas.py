@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.checkpoint.format.directory import CheckpointTarget
 from fsshard.errors import CheckpointError, ConfigurationError, GradientError, ModelError, OptimizerError, RankMismatch
+from tests.models import with_sgd
+from tests.on_ranks import on_ranks
 from tests.parallel.split_vit import batch, group_of, loss_of, mesh_of, said_of, split
 
 
@@ -23,20 +25,17 @@ class Net(nn.Module):
         self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.fc(self.norm(x))
-        return found
+        return self.fc(self.norm(x))
 
 
-def job_other_values() -> None:
+@on_ranks(4)
+def test_a_parameter_of_which_nothing_was_said_and_that_differs() -> None:
     mesh = mesh_of(2, 1, 2)
-    fsshard.wrap(Net(dist.get_rank()), backend="fsdp2", device_mesh=mesh["data"], replicated={"norm": mesh["tp"]})
-
-
-def test_a_parameter_of_which_nothing_was_said_and_that_differs(ranks: Any) -> None:
-    for error in ranks.run_expecting_errors(job_other_values, 4):
-        assert isinstance(error, ModelError)
-        assert "'fc.weight' has different values on ranks 0 and 1, along mesh dimension 'tp'" in str(error)
-        assert "replicated=" in str(error) and "sharded=" in str(error)
+    with pytest.raises(ModelError) as raised:
+        fsshard.wrap(Net(dist.get_rank()), backend="fsdp2", device_mesh=mesh["data"], replicated={"norm": mesh["tp"]})
+    told = str(raised.value)
+    assert "'fc.weight' has different values on ranks 0 and 1, along mesh dimension 'tp'" in told
+    assert "replicated=" in told and "sharded=" in told
 
 
 def job_shared(sync: bool) -> list[list[float]]:
@@ -61,8 +60,7 @@ def job_forgotten(clip: bool) -> None:
     """The final norm sees a part of the tokens, and was not named: an error of NERSC's vision transformer."""
     mesh = mesh_of(1, 2, 1)
     said = {r"^(?!norm\.)": mesh["cp"]}
-    model = fsshard.wrap(split(mesh), backend="ddp", device_mesh=mesh["data"], replicated=said)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(split(mesh), backend="ddp", device_mesh=mesh["data"], replicated=said)
     loss_of(model, batch(1, 0), group_of(mesh, "cp")).backward()
     if clip:
         model.clip_grad_norm_(1.0)
@@ -95,7 +93,8 @@ def test_a_gradient_that_differs_after_one_of_zeros(ranks: Any) -> None:
         assert isinstance(error, GradientError) and "the gradient of 'norm." in str(error)
 
 
-def job_refused_models() -> None:
+@on_ranks()
+def test_models_that_are_refused() -> None:
     mesh = mesh_of(1, 1, 2)
     tp, rank, given = mesh["tp"], dist.get_rank(), {"backend": "fsdp2", "device_mesh": mesh["data"]}
     with pytest.raises(ModelError, match=r"'weight' have the shapes \(3, 4\) on rank 0 and \(2, 4\) on rank 1"):
@@ -111,19 +110,16 @@ def job_refused_models() -> None:
     with pytest.raises(ModelError, match="buffer 'places' differs between ranks 0 and 1, along mesh dimension 'tp'"):
         fsshard.wrap(held, replicated={".": tp}, **given)
     held.register_buffer("places", torch.arange(3) + rank, persistent=False)
-    model = fsshard.wrap(held, replicated={".": tp}, **given)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(held, replicated={".": tp}, **given)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     with pytest.raises(OptimizerError, match=r"the ranks could disagree about a step; use fsshard\.GradScaler"):
         scaler.step(optimizer)
 
 
-def test_models_that_are_refused(ranks: Any) -> None:
-    ranks.run(job_refused_models, 2)
-
-
-def job_nothing_said(path: str) -> None:
+@on_ranks()
+def test_nothing_was_said_of_other_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "last")
     mesh = mesh_of(1, 1, 2)
     model = fsshard.wrap(split(mesh), backend="fsdp2", device_mesh=mesh["data"])
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -150,7 +146,3 @@ def job_nothing_said(path: str) -> None:
     fsshard.load(path, loaded)
     with loaded.full_parameters():
         assert all(torch.equal(value, given[name]) for name, value in loaded.module.named_parameters())
-
-
-def test_nothing_was_said_of_other_ranks(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(job_nothing_said, 2, str(tmp_path / "last"))

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import by_hand
 from tests.models import take_step, with_sgd
-from tests.on_ranks import on_ranks
-from tests.training_runs import DISTRIBUTED
+from tests.on_ranks import on_backends, on_ranks
+from tests.training_runs import DISTRIBUTED, check_equal
 
 
 class Inner(nn.Module):
@@ -91,8 +91,7 @@ def loss_of(model: Any, rank: int, step: int) -> Tensor:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
+@on_backends(DISTRIBUTED)
 def test_weights_that_are_handed_in_are_computed_with(backend: str, kind: type[nn.Module]) -> None:
     model, optimizer = with_sgd(kind(), backend=backend, find_unused_parameters=True, auto_wrap_policy=None)
     rank = dist.get_rank()
@@ -106,7 +105,7 @@ def test_weights_that_are_handed_in_are_computed_with(backend: str, kind: type[n
     want = by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loss_of, steps=3, ranks=2)
     assert losses == want[rank]
     saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))
 
 
 @on_ranks()
@@ -135,8 +134,7 @@ class Recomputed(nn.Module):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
+@on_backends(DISTRIBUTED)
 def test_parts_that_a_forward_recomputes_itself(backend: str, reentrant: bool) -> None:
     for policy in (None, {nn.Sequential}):
         model, optimizer = with_sgd(Recomputed(reentrant), backend=backend, auto_wrap_policy=policy)
@@ -146,4 +144,4 @@ def test_parts_that_a_forward_recomputes_itself(backend: str, reentrant: bool) -
         bare = Recomputed(reentrant)
         by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), loss_of, steps=3, ranks=2)
         saved = model.state_dict()
-        assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+        check_equal(dict(bare.state_dict()), dict(saved))

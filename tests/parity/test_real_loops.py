@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsshard
-from fsshard.errors import ModelError, OptimizerError, RankMismatch
+from fsshard.errors import ModelError, RankMismatch
 from tests.models import Spectral, batch, net, take_step, two_heads
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 
@@ -193,43 +193,13 @@ def test_fairscale_needs_no_flag_for_parameters_used_on_some_ranks(ranks: Any) -
 # ------------------------------------------------------------------------------------------------ frozen, accumulated
 
 
-def job_only_no_sync(backend: str, how: str) -> None:
-    model, optimizer = start(backend)
-    with model.no_sync():
-        backward(model, 0)
-    if how == "dropped":
-        optimizer.zero_grad()
-        backward(model, 1)
-        optimizer.step()
-    elif how == "clip":
-        model.clip_grad_norm_(1.0)
-    else:
-        optimizer.step()
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("how", ["step", "clip"])
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_local_gradients_are_not_stepped(ranks: Any, backend: str, how: str) -> None:
-    """Raw engines go on in silence here: DDP's ranks drift apart, FSDP2 moves nothing."""
-    for error in ranks.run_expecting_errors(job_only_no_sync, 2, backend, how):
-        assert isinstance(error, OptimizerError) and "no_sync" in str(error)
-    assert len(ranks.run(job_only_no_sync, 2, backend, "dropped")) == 2
-
-
-def job_backward_inside(backend: str) -> None:
-    model, optimizer = start(backend)
-    loss = model(batch(0)).square().mean()
-    with model.no_sync():
-        loss.backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_a_backward_alone_inside_no_sync(ranks: Any, backend: str) -> None:
+@on_backends(DISTRIBUTED)
+def test_a_backward_alone_inside_no_sync(backend: str) -> None:
     """DDP decides at the forward and FSDP2 at the backward: raw, one drifts and the other does not move."""
-    for error in ranks.run_expecting_errors(job_backward_inside, 2, backend):
-        assert isinstance(error, ModelError) and "both be inside no_sync()" in str(error)
+    model, _ = start(backend)
+    loss = model(batch(0)).square().mean()
+    with model.no_sync(), pytest.raises(ModelError, match=r"both be inside no_sync\(\)"):
+        loss.backward()
 
 
 def loop_zeros(model: Any, optimizer: Any) -> None:
@@ -358,8 +328,7 @@ CHANGES_NOTHING = {
 @pytest.mark.fairscale_row(41)
 @pytest.mark.covering
 @pytest.mark.parametrize("what", CHANGES_NOTHING)
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
+@on_backends(DISTRIBUTED)
 def test_it_changes_no_training(backend: str, what: str) -> None:
     check_equal(CHANGES_NOTHING[what]("ddp", False), CHANGES_NOTHING[what](backend, True))
 
@@ -389,14 +358,12 @@ ASKED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def job_asked_for_different_things(what: str) -> None:
-    fsshard.wrap(net(), **ASKED[what][dist.get_rank()])
-
-
 @pytest.mark.parametrize("what", ASKED)
-def test_ranks_that_ask_for_different_things(ranks: Any, what: str) -> None:
-    for error in ranks.run_expecting_errors(job_asked_for_different_things, 2, what):
-        assert type(error) is RankMismatch and "were asked for different things" in str(error)
+@on_ranks()
+def test_ranks_that_ask_for_different_things(what: str) -> None:
+    with pytest.raises(RankMismatch) as raised:
+        fsshard.wrap(net(), **ASKED[what][dist.get_rank()])
+    assert "were asked for different things" in str(raised.value)
 
 
 def job_frozen_backbone() -> int:

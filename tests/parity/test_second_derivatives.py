@@ -17,7 +17,7 @@ import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import FsshardError, ModelError, OptimizerError, UnsupportedByBackend
 from tests.models import Spectral, take_step, with_adam
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import SOAP, average
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED
@@ -303,8 +303,7 @@ def test_soap_trains_burgers_as_replicas_do(ranks: Any, numbers: str) -> None:
         all_right(ranks, backend, (burgers,), numbers, steps=3, kind=SOAP)
 
 
-@pytest.mark.parametrize("backend", often(DISTRIBUTED, "fsdp", "fsdp2"))
-@on_ranks()
+@on_backends(often(DISTRIBUTED, "fsdp", "fsdp2"))
 def test_derivatives_through_what_is_frozen(backend: str) -> None:
     """A second derivative reaches the inputs of a frozen unit without passing its outputs.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fsshard import MissingExtra, recipes
 from fsshard.recipes.recipe import Recipe, join_batches, resolve
 from fsshard.recipes.samples import SAMPLES
+from tests.models import take_step
 
 LATER = range(1000, 1008)
 """Numbers of batches that no training here uses."""
@@ -99,8 +100,7 @@ def test_it_learns(recipe: Recipe) -> None:
     before = error(recipe, model)
     for number in range(20):
         recipe.loss(model.train(), recipe.batches(0, 1, number)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     assert error(recipe, model) < 0.99 * before
 
 

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, RankMismatch, StateDictError
 from fsshard.sharded.averages import KEY
-from tests.models import Spectral, take_step
+from tests.models import Spectral, take_step, with_adam
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import average
 
 ENGINES: list[tuple[str, dict[str, Any]]] = [
@@ -179,8 +180,10 @@ def test_it_goes_on_from_a_checkpoint_of_another_engine(ranks: Any, tmp_path: Pa
     assert ranks.run(job_resumed, 2, tmp_path / "saved", *other) == [(True, 5)] * 2
 
 
-def job_elsewhere(path: Path) -> list[str]:
-    """Return the devices of an average that is loaded in two ways, kept on a device that has no numbers here."""
+@on_ranks()
+def test_it_is_loaded_to_where_it_is_kept(tmp_path: Path) -> None:
+    """And takes no memory beside the weights until the next update."""
+    path = tmp_path / "saved"
     model, optimizer = wrapped("fsdp2", {})
     ema = fsshard.EMA(model)
     train(model, optimizer, range(2), ema.update)
@@ -188,14 +191,9 @@ def job_elsewhere(path: Path) -> list[str]:
     given, loaded = (fsshard.EMA(model, device="meta") for _ in range(2))
     given.load_state_dict(ema.state_dict())
     fsshard.load(path, model, ema=loaded)
-    return [value[KEY].device.type for each in (ema, given, loaded) for value in each.held.state.values()]
-
-
-def test_it_is_loaded_to_where_it_is_kept(ranks: Any, tmp_path: Path) -> None:
-    """And takes no memory beside the weights until the next update."""
-    for found in ranks.run(job_elsewhere, 2, tmp_path / "saved"):
-        count = len(found) // 3
-        assert count and found == ["cpu"] * count + ["meta"] * 2 * count
+    found = [value[KEY].device.type for each in (ema, given, loaded) for value in each.held.state.values()]
+    count = len(found) // 3
+    assert count and found == ["cpu"] * count + ["meta"] * 2 * count
 
 
 def job_on_one_rank(path: Path) -> float:
@@ -225,29 +223,8 @@ def test_at_another_number_of_ranks_and_exported(ranks: Any, tmp_path: Path) -> 
         fsshard.export(tmp_path / "saved", tmp_path / "other.pt", average="optimizer")
 
 
-def job_on_four(backend: str, settings: dict[str, Any]) -> bool:
-    """The judge averages the engine's weights, put together: four ranks' gradients are added up in another order."""
-    model, optimizer = wrapped(backend, settings)
-    ema, bare = fsshard.EMA(model, 0.9), built()
-    averaged = AveragedModel(bare, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def update() -> None:
-        ema.update()
-        bare.load_state_dict(model.state_dict())
-        averaged.update_parameters(bare)
-
-    train(model, optimizer, range(3), update)
-    with ema.swapped():
-        shown = model.state_dict()
-    return all(torch.equal(shown[name], value) for name, value in averaged.module.named_parameters())
-
-
-@pytest.mark.parametrize(("backend", "settings"), ENGINES[2:])
-def test_four_ranks_average_their_parts(ranks: Any, backend: str, settings: dict[str, Any]) -> None:
-    assert ranks.run(job_on_four, 4, backend, settings) == [True] * 4
-
-
-def job_uneven(backend: str) -> str:
+@on_backends(["fairscale", "fsdp2"])
+def test_updates_on_one_rank_are_noticed(backend: str) -> None:
     model, optimizer = wrapped(backend, {})
     ema = fsshard.EMA(model)
     train(model, optimizer, range(2), ema.update if dist.get_rank() == 0 else dict)
@@ -255,16 +232,12 @@ def job_uneven(backend: str) -> str:
         pass
     with pytest.raises(RankMismatch):
         ema.state_dict()
-    return str(raised.value)
+    told = str(raised.value)
+    assert "rank 0 2 of 2 calls, rank 1 0 of 0 calls" in told and "call update() on every rank" in told
 
 
-@pytest.mark.parametrize("backend", ["fairscale", "fsdp2"])
-def test_updates_on_one_rank_are_noticed(ranks: Any, backend: str) -> None:
-    for told in ranks.run(job_uneven, 2, backend):
-        assert "rank 0 2 of 2 calls, rank 1 0 of 0 calls" in told and "call update() on every rank" in told
-
-
-def job_another_owner() -> str:
+@on_ranks()
+def test_another_owner_is_noticed() -> None:
     model, optimizer = wrapped("fairscale", {})
     ema = fsshard.EMA(model)
     train(model, optimizer, range(2), ema.update)
@@ -281,20 +254,15 @@ def job_another_owner() -> str:
     again.load_state_dict(state)
     with again.swapped():
         assert same(model.state_dict(), shown) and again.updates == 2
-    return str(raised.value)
-
-
-def test_another_owner_is_noticed(ranks: Any) -> None:
-    for told in ranks.run(job_another_owner, 2):
-        assert "call ema.state_dict() before fsshard.build_optimizer" in told
+    told = str(raised.value)
+    assert "call ema.state_dict() before fsshard.build_optimizer" in told
 
 
 def job_made_before(backend: str, settings: dict[str, Any]) -> str:
     """torch's own average, made of the bare model before it is wrapped."""
     bare, module = Bare(0.9, range(3)), built()
     averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    model = fsshard.wrap(module, backend=backend, broadcast_buffers=False, **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    model, optimizer = with_adam(module, backend=backend, broadcast_buffers=False, **settings)
     try:
         train(model, optimizer, range(3), lambda: averaged.update_parameters(model))
     except (FsshardError, RuntimeError) as error:  # of fsdp2's real weights torch says what a DTensor is
@@ -310,7 +278,9 @@ def test_torchs_average_made_before_wrap(ranks: Any, backend: str, settings: dic
         assert words in told if backend.startswith("fsdp") else not told, told
 
 
-def job_misused(path: Path) -> list[str]:
+@on_ranks()
+def test_misuse_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
     model, optimizer = wrapped("fsdp2", {})
     ema = fsshard.EMA(model)
     told = []
@@ -338,26 +308,22 @@ def job_misused(path: Path) -> list[str]:
     fsshard.save(path, model, optimizer)
     with pytest.raises(CheckpointError) as raised:
         fsshard.load(path, model, optimizer, ema=fsshard.EMA(model))
-    return [*told, str(raised.value)]
-
-
-def test_misuse_is_told(ranks: Any, tmp_path: Path) -> None:
-    for told in ranks.run(job_misused, 2, tmp_path / "saved"):
-        texts = [
-            "pass what fsshard.wrap returned",
-            "from 0 to 1",
-            "1 or more",
-            "from 0 to 1",
-            "calls",
-            "within swapped()",
-            "another model",
-        ]
-        texts += [
-            "two things",
-            "use fsshard.EMA(model)",
-            "as in ema=ema, slow=slow_ema",
-            "no average was saved as 'ema'",
-        ]
-        assert len(told) == len(texts)
-        for one, text in zip(told, texts, strict=True):
-            assert text in one, (one, text)
+    told = [*told, str(raised.value)]
+    texts = [
+        "pass what fsshard.wrap returned",
+        "from 0 to 1",
+        "1 or more",
+        "from 0 to 1",
+        "calls",
+        "within swapped()",
+        "another model",
+    ]
+    texts += [
+        "two things",
+        "use fsshard.EMA(model)",
+        "as in ema=ema, slow=slow_ema",
+        "no average was saved as 'ema'",
+    ]
+    assert len(told) == len(texts)
+    for one, text in zip(told, texts, strict=True):
+        assert text in one, (one, text)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ModelError
-from tests.models import Spectral, batch, net, take_step
+from tests.models import Spectral, batch, net, take_step, with_sgd
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
 from tests.sharded.training import ALL, train
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 
 class Noisy(nn.Module):
@@ -38,35 +39,10 @@ class Noisy(nn.Module):
         return self.norm(self.layer(x)) + self.seen
 
 
-def job_buffers(backend: str) -> tuple[dict[str, Any], Tensor]:
-    torch.manual_seed(0)
-    model = fsshard.wrap(Noisy(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
-    train(model, optimizer, range(3))
-    model.eval()
-    model.module.norm.train()  # fine-tuning of a part
-    with torch.no_grad():
-        model(torch.ones(2, 4) * torch.tensor([[1.0], [3.0]]) * (1 + dist.get_rank()))
-    model.eval()
-    with torch.no_grad():
-        output = model(torch.ones(2, 4))
-    return model.state_dict(), output
-
-
-def test_buffers_are_rank_zeros_everywhere(ranks: Any) -> None:
-    """DDP broadcasts buffers before a forward, FSDP1 and FSDP2 leave them to drift apart: one rule for all."""
-    reference = ranks.run(job_buffers, 2, "ddp")
-    assert list(differences(*[list(result) for result in reference])) == []
-    for backend in DISTRIBUTED[1:]:
-        for result in ranks.run(job_buffers, 2, backend):
-            assert list(differences(list(reference[0]), list(result))) == []
-
-
 def job_put_in_later(backend: str) -> Tensor:
     """A module with buffers comes between forwards that are looked at; return what an evaluation gives then."""
     torch.manual_seed(0)
-    model = fsshard.wrap(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2)), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2)), backend=backend)
     x = batch(dist.get_rank())
     with torch.no_grad():
         for _ in range(4):
@@ -98,9 +74,13 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.register_buffer("scale", torch.arange(1.0, 5.0))
+        self.register_buffer("spectrum", torch.zeros(4, dtype=torch.complex64))
+        self.register_buffer("flag", torch.tensor(False), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.first(x).tanh()) * self.scale
+        if self.training:
+            self.spectrum = self.spectrum + torch.fft.fft(x.detach().mean(0))
+        return self.norm(self.first(x).tanh()) * self.scale + self.spectrum.abs()
 
 
 def siamese(model: Any, x: Tensor) -> Tensor:
@@ -116,6 +96,16 @@ def evaluation_in_between(model: Any, x: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+def a_part_in_training_mode(model: Any, x: Tensor) -> Tensor:
+    """As in fine-tuning of a part, whose statistics go on."""
+    model.eval()
+    model.module.norm.train()
+    with torch.no_grad():
+        model(x + 1)
+    model.train()
+    return model(x).square().mean()
+
+
 class Replica(nn.Module):
     """The bare model with rank 0's buffers before each forward."""
 
@@ -129,9 +119,12 @@ class Replica(nn.Module):
         return self.module(x)
 
 
-def job_several_forwards(loss: Any, backends: list[str]) -> list[dict[str, Tensor]]:
+@pytest.mark.parametrize("loss", [siamese, evaluation_in_between, a_part_in_training_mode])
+@on_ranks()
+def test_buffers_are_rank_zeros_before_each_of_several_forwards(loss: Any) -> None:
+    """Sending buffers raised their version counters: "modified by an inplace operation" in the backward pass."""
     results = []
-    for backend in [None, *backends]:
+    for backend in [None, *DISTRIBUTED]:
         torch.manual_seed(0)
         model = Replica(Scaled()) if backend is None else fsshard.wrap(Scaled(), backend=backend)
         parameters = list(model.parameters())
@@ -147,15 +140,9 @@ def job_several_forwards(loss: Any, backends: list[str]) -> list[dict[str, Tenso
             for buffer in model.buffers():
                 dist.broadcast(buffer.data, 0)
         results.append((model.module if backend is None else model).state_dict())
-    return results
-
-
-@pytest.mark.parametrize("loss", [siamese, evaluation_in_between])
-def test_several_forwards_may_come_before_a_backward(ranks: Any, loss: Any) -> None:
-    """Sending buffers raised their version counters: "modified by an inplace operation" in the backward pass."""
-    for replica, *wrapped in ranks.run(job_several_forwards, 2, loss, list(DISTRIBUTED)):
-        for result in wrapped:
-            assert list(differences(replica, result)) == []
+    replica, *wrapped = results
+    for result in wrapped:
+        check_equal(replica, result)
 
 
 # ------------------------------------------------------------------------------------------- unlike shapes
@@ -193,8 +180,7 @@ def job_unlike_shapes(backend: str) -> list[list[dict[str, Any]]]:
     for how in ("assignment", "resize_", "register_buffer"):
         for longer in (0, 1):
             torch.manual_seed(0)
-            model = fsshard.wrap(Cached(how), backend=backend)
-            optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+            model, optimizer = with_sgd(Cached(how), backend=backend)
             torch.manual_seed(dist.get_rank())
             states = []
             for one, other in ((12, 8), (12, 8), (8, 8), (16, 16)):
@@ -286,8 +272,8 @@ def some_steps(model: Any, steps: int = 1) -> None:
     train(model, fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1), range(steps))
 
 
-def job_changes(backend: str) -> dict[str, list[str]]:
-    """Change -> what a forward, a state dict and a save say."""
+@on_backends(often(ALL, "fsdp2", "fairscale", "none"))
+def test_a_change_of_the_model_is_named(backend: str) -> None:
     found = {}
     for name, (change, _) in CHANGES.items():
         model = fsshard.wrap(net(), backend=backend)
@@ -295,40 +281,26 @@ def job_changes(backend: str) -> dict[str, list[str]]:
         try:
             change(model)
         except ModelError as error:
-            found[name] = [str(error)] * 3
+            found[name] = [str(error)]
             continue
         told = found[name] = []
         state = net().state_dict()
-        for use in (lambda: model(batch(9)), model.state_dict, lambda: model.load_state_dict(state)):  # noqa: B023
+        evaluate = torch.no_grad()(lambda: model.eval()(batch(9)))  # noqa: B023
+        load = lambda: model.load_state_dict(state)  # noqa: B023, E731
+        for use in (evaluate, lambda: model.train()(batch(9)), model.state_dict, load):  # noqa: B023
             try:
                 use()
                 told.append("nothing was said")
             except ModelError as error:
                 told.append(str(error))
-    return found
+    for name, told in found.items():
+        assert all(CHANGES[name][1] in text and "wrap it then" in text for text in told), (name, told)
 
 
-@pytest.mark.parametrize("backend", often(ALL, "fsdp2", "fairscale", "none"))
-def test_a_change_of_the_model_is_named(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_changes, ranks_of(backend), backend):
-        for name, told in found.items():
-            assert all(CHANGES[name][1] in text and "wrap it then" in text for text in told), (name, told)
-
-
-def job_evaluated(backend: str) -> None:
-    model = fsshard.wrap(net(), backend=backend)
-    model.module.last = nn.Linear(6, 1)
-    with torch.no_grad(), pytest.raises(ModelError, match=r"added: last\.weight"):
-        model.eval()(batch(0))
-
-
-@pytest.mark.parametrize("backend", often(ALL, "fsdp2"))
-def test_a_change_is_named_by_an_evaluation(ranks: Any, backend: str) -> None:
-    ranks.run(job_evaluated, ranks_of(backend), backend)
-
-
-def job_compiled(backend: str) -> None:
+@on_ranks()
+def test_a_change_of_a_compiled_model_is_named_by_the_step() -> None:
     """Nothing looks at a forward that the user has compiled; the step sees that a gradient is missing."""
+    backend = "fsdp2"
     model = fsshard.wrap(net(), backend=backend)
     compiled = torch.compile(model, backend="eager")
     model.module.last = nn.Linear(6, 1)
@@ -338,11 +310,8 @@ def job_compiled(backend: str) -> None:
         optimizer.step()
 
 
-def test_a_change_of_a_compiled_model_is_named_by_the_step(ranks: Any) -> None:
-    ranks.run(job_compiled, 2, "fsdp2")
-
-
-def job_harmless(backend: str) -> list[Any]:
+@on_backends(often(ALL, "fsdp2", "fairscale"))
+def test_what_needs_no_training_may_come_and_go(backend: str) -> None:
     """Changes that need no training, between steps and between evaluations; state dicts and buffers go with them."""
     model = fsshard.wrap(net(), backend=backend, auto_wrap_policy={Spectral})
     some_steps(model)
@@ -360,16 +329,12 @@ def job_harmless(backend: str) -> list[Any]:
     del model.module.alias
     some_steps(model)
     norm = [buffer for buffer in model._fsshard.buffers._now().values() if buffer is model.module.norm.running_mean]
-    return ["first.seen" in model.state_dict(), len(norm), model.teacher is teacher]
+    found = ["first.seen" in model.state_dict(), len(norm), model.teacher is teacher]
+    assert found == [True, 1, True]
 
 
-@pytest.mark.parametrize("backend", often(ALL, "fsdp2", "fairscale"))
-def test_what_needs_no_training_may_come_and_go(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_harmless, ranks_of(backend), backend):
-        assert found == [True, 1, True]
-
-
-def job_undone(backend: str) -> None:
+@on_backends(often(ALL, "fsdp2", "ddp"))
+def test_a_change_may_be_taken_back(backend: str) -> None:
     """A change that is taken back; what was added is trained later."""
     model = fsshard.wrap(net(), backend=backend)
     before, model.module.last = model.module.last, nn.Linear(6, 1)
@@ -382,8 +347,3 @@ def job_undone(backend: str) -> None:
     model.teacher.requires_grad_(True)
     with pytest.raises(ModelError, match=r"added: teacher\.weight"):
         model(batch(0))
-
-
-@pytest.mark.parametrize("backend", often(ALL, "fsdp2", "ddp"))
-def test_a_change_may_be_taken_back(ranks: Any, backend: str) -> None:
-    ranks.run(job_undone, ranks_of(backend), backend)

@@ -15,10 +15,10 @@ from fsshard.errors import ModelError, OptimizerError
 from fsshard.sharded.controller import ModelController
 from tests import by_hand
 from tests.advice.following import refused
-from tests.models import net, take_step
-from tests.on_ranks import on_ranks
+from tests.models import net, take_step, with_sgd
+from tests.on_ranks import on_backends, on_ranks
 from tests.sharded.training import ALL
-from tests.training_runs import DISTRIBUTED
+from tests.training_runs import DISTRIBUTED, check_equal
 
 # ------------------------------------------------------------------------------------------- the user's names
 
@@ -57,8 +57,7 @@ def test_no_attribute_of_the_users_model_is_overwritten(backend: str) -> None:
     assert {"scaled", "simulate", "find_entry", "step"} <= {*names}
     bare, inner = Attention(names), Attention(names)
     before = {name: getattr(inner, name) for name in names}
-    model = fsshard.wrap(inner, backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(inner, backend=backend)
     judge = torch.optim.SGD(bare.parameters(), lr=0.1)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
     for step in range(2):
@@ -70,7 +69,7 @@ def test_no_attribute_of_the_users_model_is_overwritten(backend: str) -> None:
     assert {name: getattr(inner, name) for name in names} == before
     assert {name: getattr(model, name) for name in names} == before
     saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))
     model.load_state_dict(saved)
 
 
@@ -136,8 +135,7 @@ def test_what_has_to_be_trained_cannot_be_put_on_a_wrapped_model(what: str) -> N
 @pytest.mark.parametrize("backend", ALL)
 @on_ranks(1)
 def test_what_needs_no_training_reaches_the_users_model(backend: str) -> None:
-    model = fsshard.wrap(nn.Linear(3, 3), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(nn.Linear(3, 3), backend=backend)
     model.criterion = nn.MSELoss()
     model.history = [1, 2]
     model.teacher = nn.Linear(1, 1).requires_grad_(False)
@@ -190,12 +188,10 @@ class Two(nn.Module):
 
 
 def loss_of(model: Any, rank: int, step: int) -> Tensor:
-    result = model(torch.full((1, 2), 1.0 + rank + step)).square().sum()
-    return result
+    return model(torch.full((1, 2), 1.0 + rank + step)).square().sum()
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@on_ranks()
+@on_backends(DISTRIBUTED)
 def test_dropping_one_optimizers_gradients_leaves_the_others_local(backend: str) -> None:
     rank = torch.distributed.get_rank()
     model = fsshard.wrap(Two(), backend=backend)
@@ -214,4 +210,4 @@ def test_dropping_one_optimizers_gradients_leaves_the_others_local(backend: str)
     bare = Two()
     by_hand.train(bare, torch.optim.SGD(bare.parameters(), lr=0.1), lambda m, r, _: loss_of(m, r, 1), steps=1, ranks=2)
     saved = model.state_dict()
-    assert all(torch.equal(saved[name], value) for name, value in bare.state_dict().items())
+    check_equal(dict(bare.state_dict()), dict(saved))

@@ -18,6 +18,7 @@ from torch import nn
 import fsshard
 from fsshard.errors import UnsupportedByBackend
 from fsshard.state_objects import tensors_in
+from tests.models import take_step
 from tests.training_runs import differences
 
 ENGINES = ("ddp", "fairscale", "fsdp", "fsdp2")
@@ -44,8 +45,7 @@ def trained(model: Any, optimizer: Any, steps: range) -> dict[str, Any]:
         for step in steps:
             x = torch.randn(3, 64, generator=torch.Generator().manual_seed(step))
             model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return dict(model.state_dict())
 
 

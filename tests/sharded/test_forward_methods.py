@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, FsshardError, ModelError, PrecisionError
 from fsshard.sharded.forward_methods import explain_forward_error
+from tests.models import take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, ranks_of
+from tests.training_runs import DISTRIBUTED
 
 BACKENDS = ["none", *DISTRIBUTED]
 
@@ -66,7 +68,8 @@ def test_a_method_that_calls_the_forward_gathers_as_often(ranks: Any) -> None:
     assert ranks.run(job_gathers, 2)[0] == [2, 2, 2, 2]
 
 
-def job_methods(backend: str) -> list[Any]:
+@on_backends(BACKENDS)
+def test_registered_methods_are_those_of_the_bare_model(backend: str) -> None:
     """The same samples on all ranks, so that the mean of gradients is the bare model's."""
     bare = clip()
     model, optimizer = fsshard.wrap(
@@ -86,8 +89,7 @@ def job_methods(backend: str) -> list[Any]:
             loss(model).square().sum().backward()
             loss(bare).square().sum().backward()
             for each in (optimizer, own):
-                each.step()
-                each.zero_grad()
+                take_step(each)
         with torch.no_grad():
             found.append(torch.equal(model.module.encode_text(SAMPLES), bare.encode_text(SAMPLES)))
         with torch.inference_mode():
@@ -98,13 +100,7 @@ def job_methods(backend: str) -> list[Any]:
         twin = pickle.loads(pickle.dumps(model.module)) if backend in ("none", "ddp") else bare
         model.module.logit_scale.zero_()
         found += [not model.encode_text(SAMPLES).any(), bool(twin.encode_text(SAMPLES).any())]
-    return found
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_registered_methods_are_those_of_the_bare_model(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_methods, ranks_of(backend), backend):
-        assert all(found), found
+    assert all(found), found
 
 
 def job_in_bf16(backend: str) -> list[Any]:
@@ -124,17 +120,14 @@ def test_under_mixed_precision_and_as_the_first_forward_within_full_parameters(r
         assert found == [True, True]
 
 
-def job_refused() -> list[str]:
+@on_ranks(1)
+def test_what_cannot_be_registered() -> None:
     found = []
     for model, name in ((clip(), "encode_image"), (fsshard.wrap(clip(), backend="none"), "image")):
         with pytest.raises(ConfigurationError) as caught:
             fsshard.register_forward_method(model, name)  # type: ignore[arg-type]
         found.append(str(caught.value))
-    return found
-
-
-def test_what_cannot_be_registered(ranks: Any) -> None:
-    bare, module = ranks.run(job_refused, 1)[0]
+    bare, module = found
     assert "expected what fsshard.wrap returned, and the name of a method of its model; got Clip and" in bare
     assert "got ShardedModule and 'image'" in module
 

@@ -17,7 +17,8 @@ import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import OptimizerError, RankMismatch
 from fsshard.launching.pool import RankPool
-from tests.models import batch, net
+from tests.models import batch, net, with_sgd
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import average
 from tests.sharded.training import ALL
 from tests.training_runs import DISTRIBUTED, lost_by_saving, ranks_of
@@ -64,7 +65,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, backend:
         assert torch.equal(values, results[0][-1]) and torch.isfinite(values).all()
 
 
-def job_two_optimizers(backend: str) -> list[Any]:
+@on_backends(ALL)
+def test_several_optimizers(backend: str) -> None:
     """The gradients of one optimizer overflow: it skips, the other steps, the scale falls once."""
     model = fsshard.wrap(net(), backend=backend)
     names = [name for name, _ in model.named_parameters()]
@@ -82,22 +84,18 @@ def job_two_optimizers(backend: str) -> list[Any]:
     scaler.update()
     after = model.state_dict()
     moved = [not torch.equal(before[name], after[name]) for name in names]
-    return [any(moved[:3]), all(moved[3:]), scaler.get_scale()]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_several_optimizers(ranks: RankPool, backend: str) -> None:
-    for result in ranks.run(job_two_optimizers, ranks_of(backend), backend):
-        assert result == [False, True, 32.0]
+    result = [any(moved[:3]), all(moved[3:]), scaler.get_scale()]
+    assert result == [False, True, 32.0]
 
 
 # ------------------------------------------------------------------------------------------------ misuse
 
 
-def job_other_scale(backend: str, how: str) -> bool:
+@pytest.mark.parametrize(("backend", "how"), [("ddp", "made"), ("fsdp2", "loaded"), ("fairscale", "loaded")])
+@on_ranks()
+def test_other_scales_on_other_ranks_are_told_of_on_all(backend: str, how: str) -> None:
     """Rank 0 scales by another number; whether the weights stayed."""
-    model = fsshard.wrap(net(), backend=backend, mixed_precision="fp16")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend=backend, mixed_precision="fp16")
     first = dist.get_rank() == 0
     scaler = fsshard.GradScaler(model, init_scale=8.0 if first and how == "made" else 1024.0)
     if first and how == "loaded":
@@ -106,17 +104,11 @@ def job_other_scale(backend: str, how: str) -> bool:
     scaler.scale(model(batch(0)).float().mean()).backward()
     with pytest.raises(RankMismatch, match=r"scales differ, from (8|4)\.0 to 1024\.0"):
         scaler.step(optimizer)
-    return torch.equal(before, weights(model))
-
-
-@pytest.mark.parametrize(("backend", "how"), [("ddp", "made"), ("fsdp2", "loaded"), ("fairscale", "loaded")])
-def test_other_scales_on_other_ranks_are_told_of_on_all(ranks: RankPool, backend: str, how: str) -> None:
-    assert ranks.run(job_other_scale, 2, backend, how) == [True, True]
+    assert torch.equal(before, weights(model))
 
 
 def job_plain_scaler(backend: str) -> str:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend=backend)
     scaler = torch.amp.GradScaler("cpu")
     loss = model(batch(0)).square().mean()
     if dist.get_rank() == 0:
@@ -135,10 +127,10 @@ def test_torchs_own_scaler_is_refused_where_ranks_could_disagree(ranks: RankPool
         assert ("use fsshard.GradScaler(model)" in told) == (backend not in ("none", "ddp"))
 
 
-def job_torch_sharded_scaler(backend: str) -> list[Any]:
+@on_backends(DISTRIBUTED)
+def test_torchs_sharded_scaler_is_taken(backend: str) -> None:
     """FSDP's own scaler asks all ranks too: an infinite loss on rank 1, then a step."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend=backend)
     scaler = ShardedGradScaler("cpu", init_scale=64.0)
     found = []
     for step in range(2):
@@ -149,20 +141,14 @@ def job_torch_sharded_scaler(backend: str) -> list[Any]:
         scaler.update()
         optimizer.zero_grad()
         found += [scaler.get_scale(), torch.equal(before, weights(model))]
-    return found
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_torchs_sharded_scaler_is_taken(ranks: RankPool, backend: str) -> None:
-    assert ranks.run(job_torch_sharded_scaler, 2, backend) == [[32.0, True, 32.0, False]] * 2
+    assert found == [32.0, True, 32.0, False]
 
 
 # ------------------------------------------------------------------------------------------------ the norm
 
 
 def job_norm(backend: str, norm_type: float) -> tuple[float, float]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend=backend)
     model(batch(0)).square().mean().backward()
     ours = float(model.clip_grad_norm_(0.01, norm_type))
     optimizer.step()
@@ -199,15 +185,15 @@ class Wide(nn.Module):
         self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.last((torch.tanh(self.first(x)) * (1 + 0.5j) @ self.weight).abs())
-        return out
+        return self.last((torch.tanh(self.first(x)) * (1 + 0.5j) @ self.weight).abs())
 
 
 NEAR = 8 * torch.finfo(torch.float64).eps
 """Another order of the same sums in float64."""
 
 
-def job_wide() -> list[str]:
+@on_ranks()
+def test_the_norm_of_float64_gradients_is_float64() -> None:
     wrong = []
     x = batch(0).double()
     for backend in DISTRIBUTED:
@@ -231,8 +217,4 @@ def job_wide() -> list[str]:
         if apart > 0.01 * NEAR or {v.dtype for v in state.values()} != {torch.float64, torch.complex128}:
             wrong.append(f"{backend}: weights {apart}")
         wrong += lost_by_saving(model, optimizer, Wide, torch.optim.SGD, lr=0.1, momentum=0.9)
-    return wrong
-
-
-def test_the_norm_of_float64_gradients_is_float64(ranks: Any) -> None:
-    assert ranks.run(job_wide, 2) == [[], []]
+    assert not wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,11 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError, OptimizerError, RankMismatch
-from tests.models import Spectral, take_step
+from tests.models import Spectral, take_step, with_sgd
+from tests.on_ranks import on_ranks
+from tests.parity.test_any_ranks import tree
+from tests.sets import often
+from tests.training_runs import check_equal, differences
 
 LEAVES = 8
 STEPS = 3
@@ -48,37 +51,20 @@ def samples(step: int, leaf: int, leaves: int = LEAVES) -> Tensor:
     return DATA[fsshard.leaf_samples(len(DATA), 3, leaves=leaves, step=step, leaf=leaf)]
 
 
-def digest(weights: dict[str, Tensor]) -> str:
-    whole = hashlib.sha256()
-    for name in sorted(weights):
-        value = weights[name].detach()
-        whole.update((torch.view_as_real(value) if value.is_complex() else value).contiguous().numpy().tobytes())
-    return whole.hexdigest()
-
-
-def in_a_tree(parts: list[list[Tensor]]) -> list[Tensor]:
-    """Add up neighbours; what is left of an odd number waits for the next round."""
-    while len(parts) > 1:
-        pairs = zip(parts[::2], parts[1::2], strict=False)
-        sums = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
-        parts = sums + parts[2 * len(sums) :]
-    return parts[0]
-
-
-def by_hand(leaves: int = LEAVES) -> str:
+def by_hand(leaves: int = LEAVES) -> dict[str, Tensor]:
     """Add up the leaves' gradients in a tree, with nothing of fsshard but the samples' numbers."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        parts = []
+        gradients = []
         for leaf in range(leaves):
             optimizer.zero_grad()
             model(samples(step, leaf, leaves)).square().mean().backward()
-            parts.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        for parameter, total in zip(model.parameters(), in_a_tree(parts), strict=True):
-            parameter.grad = total * (1 / leaves)
+            gradients.append([p.grad for p in model.parameters()])
+        for parameter, of_leaves in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
+            parameter.grad = tree(list(of_leaves)) * (1 / leaves)
         optimizer.step()
-    return digest(model.state_dict())
+    return model.state_dict()
 
 
 def train(model: Any, optimizer: Any, steps: range, leaves: int = LEAVES) -> list[int]:
@@ -94,7 +80,7 @@ def train(model: Any, optimizer: Any, steps: range, leaves: int = LEAVES) -> lis
 
 def job_trained(
     settings: dict[str, Any], noise: bool, steps: tuple[int, int], folder: str, leaves: int = LEAVES
-) -> tuple[str, list[int]]:
+) -> tuple[dict[str, Tensor], list[int]]:
     """Go on from ``folder`` if it holds a checkpoint, and save there."""
     model = fsshard.wrap(Net(noise), **settings)
     optimizer = fsshard.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -104,59 +90,50 @@ def job_trained(
     had = train(model, optimizer, range(*steps), leaves)
     if folder:
         fsshard.save(folder, model, optimizer)
-    return digest(model.state_dict()), had
+    return model.state_dict(), had
 
 
-def test_one_process_has_the_bits_of_the_serial_loop(ranks: Any) -> None:
-    found, had = ranks.run(job_trained, 1, {"backend": "none"}, False, (0, STEPS), "")[0]
-    assert had == [*range(LEAVES)] * STEPS
-    assert found == by_hand()
+NONE = {"backend": "none"}
+ANY_NUMBER = [
+    (LEAVES, "none", 1),
+    *((LEAVES, engine, size) for engine in ENGINES for size in (2, 4, 8)),
+    # No powers of two.
+    *((6, "none", 1), (6, "fsdp2", 2), (12, "none", 1), (12, "ddp", 2), (12, "fsdp", 4), (12, "fairscale", 4)),
+]
+OFTEN = [row for row in ANY_NUMBER if row[0] != LEAVES or row[1:] in (("none", 1), ("ddp", 2), ("fsdp", 4))]
+OFTEN += [(LEAVES, "fsdp2", 4), (LEAVES, "fairscale", 2)]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.long)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_all_engines_have_them_on_any_number_of_ranks(ranks: Any, engine: str, size: int) -> None:
-    expected = by_hand()
-    answers = ranks.run(job_trained, size, ENGINES[engine], False, (0, STEPS), "")
+@pytest.mark.parametrize(("leaves", "engine", "size"), often(ANY_NUMBER, *OFTEN))
+def test_all_engines_have_the_bits_of_the_serial_loop(ranks: Any, leaves: int, engine: str, size: int) -> None:
+    expected = by_hand(leaves)
+    answers = ranks.run(job_trained, size, ENGINES.get(engine, NONE), False, (0, STEPS), "", leaves)
     for found, _ in answers:
-        assert found == expected
+        check_equal(expected, found)
     everyone = sorted(leaf for _, had in answers for leaf in had)
-    assert everyone == sorted([*range(LEAVES)] * STEPS), "each leaf once a step"
-
-
-@pytest.mark.parametrize(
-    ("leaves", "engine", "size"),
-    [(6, "none", 1), (6, "fsdp2", 2), (12, "none", 1), (12, "ddp", 2), (12, "fsdp", 4), (12, "fairscale", 4)],
-)
-def test_a_number_of_leaves_that_is_no_power_of_two(ranks: Any, leaves: int, engine: str, size: int) -> None:
-    settings = ENGINES.get(engine, {"backend": engine})
-    answers = ranks.run(job_trained, size, settings, False, (0, STEPS), "", leaves)
-    for found, _ in answers:
-        assert found == by_hand(leaves)
-    everyone = sorted(leaf for _, had in answers for leaf in had)
-    assert everyone == sorted([*range(leaves)] * STEPS)
+    assert everyone == sorted([*range(leaves)] * STEPS), "each leaf once a step"
 
 
 def test_random_numbers_are_those_of_the_leaf(ranks: Any) -> None:
-    alone, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (0, STEPS), "")[0]
-    assert alone != by_hand()
+    alone, _ = ranks.run(job_trained, 1, NONE, True, (0, STEPS), "")[0]
+    assert list(differences(alone, by_hand()))
     for engine, size in (("fsdp2", 4), ("fairscale", 2)):
         for found, _ in ranks.run(job_trained, size, ENGINES[engine], True, (0, STEPS), ""):
-            assert found == alone
+            check_equal(alone, found)
 
 
 def test_a_training_moves_between_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
     """Two ranks, then four, then one, under another engine each time; noise included."""
     folder = str(tmp_path / "last")
-    stayed, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (0, 6), "")[0]
+    stayed, _ = ranks.run(job_trained, 1, NONE, True, (0, 6), "")[0]
     ranks.run(job_trained, 2, ENGINES["fairscale"], True, (0, 2), folder)
     ranks.run(job_trained, 4, ENGINES["fsdp2"], True, (2, 4), folder)
-    moved, _ = ranks.run(job_trained, 1, {"backend": "none"}, True, (4, 6), folder)[0]
-    assert moved == stayed
+    moved, _ = ranks.run(job_trained, 1, NONE, True, (4, 6), folder)[0]
+    check_equal(stayed, moved)
 
 
-def job_random_generators_are_put_back() -> None:
+@on_ranks(1)
+def test_random_generators_are_put_back() -> None:
     model = fsshard.wrap(Net(True), backend="none")
     torch.manual_seed(3)
     for leaf in model.leaves(4, seed=5):
@@ -169,11 +146,8 @@ def job_random_generators_are_put_back() -> None:
     assert torch.equal(after, torch.randn(3))
 
 
-def test_random_generators_are_put_back(ranks: Any) -> None:
-    ranks.run(job_random_generators_are_put_back, 1)
-
-
-def job_numbers_without_a_tree_are_refused() -> None:
+@on_ranks(3)
+def test_numbers_without_a_tree_are_refused() -> None:
     model = fsshard.wrap(Net(), backend="ddp")
     with pytest.raises(ConfigurationError, match=r"expected 1, 2, 4, 8, ... ranks, got 3.*start 2 or 4 ranks"):
         model.leaves(6)
@@ -181,13 +155,9 @@ def job_numbers_without_a_tree_are_refused() -> None:
         model.leaves(0)
 
 
-def test_numbers_without_a_tree_are_refused(ranks: Any) -> None:
-    ranks.run(job_numbers_without_a_tree_are_refused, 3)
-
-
-def job_refused() -> list[str]:
-    model = fsshard.wrap(Net(), backend="ddp")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@on_ranks(4)
+def test_ranks_that_do_not_fit_are_told_on_every_rank() -> None:
+    model, optimizer = with_sgd(Net(), backend="ddp")
     told = []
     for leaves in (2, 8 if dist.get_rank() else 16):
         try:
@@ -198,18 +168,14 @@ def job_refused() -> list[str]:
     for leaf in model.leaves(4):
         model(samples(0, leaf)).mean().backward()
     optimizer.step()
-    return told
+    uneven, other = told
+    assert uneven.startswith("ConfigurationError") and "4 ranks cannot share 2 leaves evenly" in uneven
+    assert other.startswith("RankMismatch") and "rank 0 16, rank 1 8" in other
 
 
-def test_ranks_that_do_not_fit_are_told_on_every_rank(ranks: Any) -> None:
-    for uneven, other in ranks.run(job_refused, 4):
-        assert uneven.startswith("ConfigurationError") and "4 ranks cannot share 2 leaves evenly" in uneven
-        assert other.startswith("RankMismatch") and "rank 0 16, rank 1 8" in other
-
-
-def job_a_step_in_the_middle_and_a_loop_that_was_left() -> None:
-    model = fsshard.wrap(Net(), backend="none")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@on_ranks(1)
+def test_a_step_in_the_middle_and_a_loop_that_was_left() -> None:
+    model, optimizer = with_sgd(Net(), backend="none")
     for leaf in model.leaves(4):
         model(samples(0, leaf, 4)).mean().backward()
         if leaf == 1:
@@ -226,37 +192,28 @@ def job_a_step_in_the_middle_and_a_loop_that_was_left() -> None:
     train(model, optimizer, range(1))
 
 
-def test_a_step_in_the_middle_and_a_loop_that_was_left(ranks: Any) -> None:
-    ranks.run(job_a_step_in_the_middle_and_a_loop_that_was_left, 1)
-
-
-def job_a_mean_over_ranks_within_the_loop() -> str:
+@on_ranks()
+def test_a_mean_over_ranks_within_the_loop_is_refused() -> None:
     model = fsshard.wrap(torch.nn.Linear(5, 3), backend="ddp")
     for _ in model.leaves(4):
         loss = model(torch.randn(2, 5)).square().mean()
         with pytest.raises(ModelError) as refused:
             model.term_gradients([loss])
         loss.backward()
-    return str(refused.value)
+    text = str(refused.value)
+    assert "term_gradients() within `for leaf in model.leaves(4)`" in text and "before the loop" in text
 
 
-def test_a_mean_over_ranks_within_the_loop_is_refused(ranks: Any) -> None:
-    for text in ranks.run(job_a_mean_over_ranks_within_the_loop, 2):
-        assert "term_gradients() within `for leaf in model.leaves(4)`" in text and "before the loop" in text
-
-
-def job_gradients_of_before_are_not_mixed_in() -> None:
+@on_ranks(1)
+def test_gradients_of_before_are_not_mixed_in() -> None:
     model = fsshard.wrap(Net(), backend="none")
     model(samples(0, 0)).mean().backward()
     with pytest.raises(OptimizerError, match=r"call optimizer.zero_grad\(\) before the loop"):
         next(model.leaves(4))
 
 
-def test_gradients_of_before_are_not_mixed_in(ranks: Any) -> None:
-    ranks.run(job_gradients_of_before_are_not_mixed_in, 1)
-
-
-def job_buffers_that_a_forward_writes_are_refused() -> None:
+@on_ranks(1)
+def test_buffers_that_a_forward_writes_are_refused() -> None:
     model = fsshard.wrap(nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4)), backend="none")
 
     def step() -> None:
@@ -268,10 +225,6 @@ def job_buffers_that_a_forward_writes_are_refused() -> None:
     model.zero_grad()
     model.module[1].eval()
     step()
-
-
-def test_buffers_that_a_forward_writes_are_refused(ranks: Any) -> None:
-    ranks.run(job_buffers_that_a_forward_writes_are_refused, 1)
 
 
 def test_samples_of_an_epoch_come_once() -> None:

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 import fsshard
 from fsshard.errors import OptimizerError
 from tests.models import batch, net
+from tests.on_ranks import on_ranks
 from tests.optimizers import average
 from tests.training_runs import DISTRIBUTED, differences
 
@@ -95,7 +96,8 @@ def test_a_scheduler_goes_on(ranks: Any, name: str) -> None:
             assert same and rates and all(state) and different == [], backend
 
 
-def job_several() -> list[Any]:
+@on_ranks()
+def test_several_of_each() -> None:
     module = net()
     halves = [list(module.parameters())[:3], list(module.parameters())[3:]]
     old = [torch.optim.SGD(half, lr=0.1) for half in halves]
@@ -105,12 +107,8 @@ def job_several() -> list[Any]:
     for optimizer in optimizers:
         optimizer.step()
     again[1].step()
-    return [type(optimizers), type(again), [o.param_groups[0]["lr"] for o in optimizers]]
-
-
-def test_several_of_each(ranks: Any) -> None:
-    for found in ranks.run(job_several, 2):
-        assert found == [list, list, [0.1, 0.05]]
+    found = [type(optimizers), type(again), [o.param_groups[0]["lr"] for o in optimizers]]
+    assert found == [list, list, [0.1, 0.05]]
 
 
 def job_kept_back(backend: str) -> list[Any]:
@@ -146,7 +144,15 @@ class WithoutRate(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
 
-def job_rates_are_the_users() -> list[Any]:
+class Holder:
+    """A scheduler that has no rates to compute."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+@on_ranks()
+def test_wrap_computes_no_rates() -> None:
     module = net()
     old = torch.optim.SGD(module.parameters(), lr=0.001)
     _, optimizer, _ = fsshard.wrap(module, old, lr_scheduler.ReduceLROnPlateau(old), backend="fsdp2")
@@ -155,15 +161,5 @@ def job_rates_are_the_users() -> list[Any]:
     module = net()
     computed = WithoutRate(module.parameters())
     _, without, _ = fsshard.wrap(module, computed, Holder(computed), backend="fsdp2")
-    return [optimizer.param_groups[0]["lr"], without.param_groups[0]["lr"]]
-
-
-class Holder:
-    """A scheduler that has no rates to compute."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-
-def test_wrap_computes_no_rates(ranks: Any) -> None:
-    assert ranks.run(job_rates_are_the_users, 2) == [[0.1, None]] * 2
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert without.param_groups[0]["lr"] is None

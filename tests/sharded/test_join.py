@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import ConfigurationError, RankMismatch
 from tests.forked import forking
-from tests.models import Spectral, net, take_step
+from tests.models import Spectral, net, take_step, with_adam
+from tests.on_ranks import on_ranks
 from tests.training_runs import ENGINES, NAMES
 
 
@@ -74,8 +75,7 @@ def by_hand(
 
 def job_uneven(engine: dict[str, Any], counts: list[int], broadcast: bool, exact: bool) -> list[tuple[bool, int]]:
     rank, told = dist.get_rank(), []
-    model = fsshard.wrap(Net(), broadcast_buffers=broadcast, **engine)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+    model, optimizer = with_adam(Net(), broadcast_buffers=broadcast, **engine)
     with fsshard.join(model) as joined:
         for x in joined(iter(batches(rank, counts[rank]))):
             loss = model(x).square().mean()
@@ -108,7 +108,9 @@ def test_three_of_four_ranks_go_on(ranks: Any, engine: dict[str, Any]) -> None:
     assert [count for _, count in told[0]] == [4, 4, 3, 1]
 
 
-def job_buffers(engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
+@on_ranks()
+def test_buffers_are_those_of_a_rank_that_goes_on(engine: dict[str, Any]) -> None:
     """Rank 0 ends first, and its buffers are asked for, or sent, before the others' loop is over."""
     counts, rank = [2, 4], dist.get_rank()
 
@@ -117,8 +119,7 @@ def job_buffers(engine: dict[str, Any]) -> None:
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
 
     def train(stop: int, twice: bool = False, look: bool = False) -> None:
-        model = fsshard.wrap(Net(), **engine)
-        optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
+        model, optimizer = with_adam(Net(), **engine)
         joined = fsshard.join(model)
         with joined:
             for step, x in enumerate(joined(batches(rank, counts[rank])), 1):
@@ -136,12 +137,8 @@ def job_buffers(engine: dict[str, Any]) -> None:
     train(3)
 
 
-@pytest.mark.parametrize("engine", [ENGINES[0], ENGINES[4]], ids=["ddp", "fsdp2"])
-def test_buffers_are_those_of_a_rank_that_goes_on(ranks: Any, engine: dict[str, Any]) -> None:
-    ranks.run(job_buffers, 2, engine)
-
-
-def job_taken_apart() -> None:
+@on_ranks()
+def test_a_batch_that_the_loop_takes_apart_comes_again_as_it_was() -> None:
     rank, seen = dist.get_rank(), []
     data = [UserDict(x=torch.ones(1), more={"y": [number, (number,)]}) for number in range(1 + rank)]
     with fsshard.join(fsshard.wrap(net(), backend="ddp")) as joined:
@@ -153,11 +150,9 @@ def job_taken_apart() -> None:
     assert seen == [(0,), (rank,)]
 
 
-def test_a_batch_that_the_loop_takes_apart_comes_again_as_it_was(ranks: Any) -> None:
-    ranks.run(job_taken_apart, 2)
-
-
-def job_lbfgs(engine: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine", [pytest.param(ENGINES[0], marks=pytest.mark.long), ENGINES[4]], ids=["ddp", "fsdp2"])
+@on_ranks()
+def test_lbfgs_compares_the_losses_of_the_ranks_that_go_on(engine: dict[str, Any]) -> None:
     settings = {"lr": 1.0, "max_iter": 4, "line_search_fn": "strong_wolfe"}
     first, second = [10 * x for x in batches(0, 1)], batches(1, 2)
     torch.manual_seed(0)
@@ -167,8 +162,7 @@ def job_lbfgs(engine: dict[str, Any]) -> None:
     ours = fsshard.build_optimizer(model, torch.optim.LBFGS, **settings)
 
     def loss_of(net: nn.Module, x: Tensor) -> Tensor:
-        loss = (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
-        return loss
+        return (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
 
     def of_those_that_go_on(batches: list[Tensor]) -> Tensor:
         theirs.zero_grad()
@@ -193,11 +187,8 @@ def job_lbfgs(engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("engine", [pytest.param(ENGINES[0], marks=pytest.mark.long), ENGINES[4]], ids=["ddp", "fsdp2"])
-def test_lbfgs_compares_the_losses_of_the_ranks_that_go_on(ranks: Any, engine: dict[str, Any]) -> None:
-    ranks.run(job_lbfgs, 2, engine)
-
-
-def job_accumulated(engine: dict[str, Any]) -> None:
+@on_ranks()
+def test_several_models_and_accumulation(engine: dict[str, Any]) -> None:
     """Two models in one loop, two batches a step, the first of them without communication."""
     model, other = fsshard.wrap(Net(), **engine), fsshard.wrap(net(), **engine)
     with fsshard.join({"one": model, "two": other}) as joined:
@@ -216,12 +207,8 @@ def job_accumulated(engine: dict[str, Any]) -> None:
         assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(bare.parameters(), 1e9)), rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", [pytest.param(ENGINES[0], marks=pytest.mark.long), ENGINES[4]], ids=["ddp", "fsdp2"])
-def test_several_models_and_accumulation(ranks: Any, engine: dict[str, Any]) -> None:
-    ranks.run(job_accumulated, 2, engine)
-
-
-def job_misused() -> list[str]:
+@on_ranks()
+def test_misuse_is_told() -> None:
     model, said = fsshard.wrap(net(), backend="ddp"), []
     joined = fsshard.join(model)
     with pytest.raises(ConfigurationError) as raised:
@@ -237,19 +224,14 @@ def job_misused() -> list[str]:
     with joined:  # and is as before
         assert [each for each in joined([1]) if joined.active] == [1]
         assert list(joined([])) == []
-    return said
-
-
-def test_misuse_is_told(ranks: Any) -> None:
-    for said in ranks.run(job_misused, 2):
-        texts = [
-            "`with fsshard.join(model) as joined: for batch in joined(loader): ...`",
-            "got Net",
-            "got none",
-            "got int",
-        ]
-        for told, text in zip(said, [*texts, "rank 0 has no batch at all"], strict=True):
-            assert text in told
+    texts = [
+        "`with fsshard.join(model) as joined: for batch in joined(loader): ...`",
+        "got Net",
+        "got none",
+        "got int",
+    ]
+    for told, text in zip(said, [*texts, "rank 0 has no batch at all"], strict=True):
+        assert text in told
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,9 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsshard
 from fsshard.errors import FsshardError, RankMismatch
-from tests.models import Spectral, take_step
+from tests.models import take_step, with_sgd
+from tests.on_ranks import on_ranks
 from tests.parity.test_any_ranks import averaged, tree
-from tests.training_runs import ENGINES, NAMES
+from tests.sets import often
+from tests.sharded.test_gradient_leaves import Net
+from tests.training_runs import ENGINES, NAMES, check_equal
 
 STEPS = 3
 TOKENS = 6
@@ -28,18 +32,6 @@ SCALED = ("scaled", "fp16")
 """Ways with a GradScaler; in the second one gradients are sent, and added up, in float16."""
 NATIVE = [engine for engine in ENGINES if engine.get("implementation") != "real"]
 NATIVE_NAMES = [engine["backend"] for engine in NATIVE]
-
-
-class Net(nn.Module):
-    """Complex weights, and rows that ranks cannot share evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.spectral, self.last = nn.Linear(9, 11), Spectral(11), nn.Linear(11, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.spectral(torch.tanh(self.first(x))))
 
 
 def count_of(step: int, part: int, rank: int) -> int:
@@ -123,35 +115,25 @@ def job_trained(settings: dict[str, Any], way: str, mesh: tuple[int, int] | None
     return weights_of(model)
 
 
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    differ = {name: int((found[name] != value).sum()) for name, value in expected.items()}
-    assert not any(differ.values()), f"numbers that differ: {differ}"
-
-
 def check(ranks: Any, settings: dict[str, Any], way: str, size: int, mesh: tuple[int, int] | None = None) -> None:
     expected = by_hand(size, way, mesh)
     for weights in ranks.run(job_trained, size, settings, way, mesh):
-        check_same(weights, expected)
+        check_equal(expected, weights)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_one_process_has_the_bits_of_a_model_weighted_by_hand(ranks: Any, way: str) -> None:
-    check(ranks, {"backend": "none"}, way, 1)
+ALONE = [({"backend": "none"}, way, 1) for way in WAYS]
+PAIRS = [*itertools.product(ENGINES, WAYS, [2])]
+FOURS = [*itertools.product(NATIVE, (*WAYS, "fp16"), [4])]
+AT_ONCE = [
+    *ALONE,
+    *zip(ENGINES, itertools.cycle(WAYS), [2] * 5, strict=False),
+    *zip(NATIVE, (*WAYS, "fp16"), [4] * 4, strict=True),
+]
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
-def test_two_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: dict[str, Any], way: str) -> None:
-    check(ranks, engine, way, 2)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("way", [*WAYS, "fp16"])
-@pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)
-def test_four_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: dict[str, Any], way: str) -> None:
-    check(ranks, engine, way, 4)
+@pytest.mark.parametrize(("engine", "way", "size"), often([*ALONE, *PAIRS, *FOURS], *AT_ONCE), ids=str)
+def test_ranks_have_the_bits_of_replicas_weighted_by_hand(ranks: Any, engine: Any, way: str, size: int) -> None:
+    check(ranks, engine, way, size)
 
 
 @pytest.mark.parametrize("engine", NATIVE[1:], ids=NATIVE_NAMES[1:])
@@ -212,7 +194,7 @@ def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
 def test_leaves_have_one_factor_on_any_number_of_ranks(ranks: Any, engine: dict[str, Any], size: int) -> None:
     expected = leaves_by_hand()
     for weights in ranks.run(job_leaves, size, engine):
-        check_same(weights, expected)
+        check_equal(expected, weights)
 
 
 BATCHES = (2, 4)
@@ -251,7 +233,7 @@ def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
 def test_a_batch_that_is_repeated_does_not_count(ranks: Any, engine: dict[str, Any]) -> None:
     expected = joined_by_hand()
     for weights in ranks.run(job_joined, 2, engine):
-        check_same(weights, expected)
+        check_equal(expected, weights)
 
 
 HALVES = (slice(0, 2), slice(2, None))
@@ -294,7 +276,7 @@ def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
 def test_ranks_that_see_the_same_samples_count_once(ranks: Any, engine: dict[str, Any]) -> None:
     expected = split_by_hand()
     for weights, refused in ranks.run(job_split, 4, engine):
-        check_same(weights, expected)
+        check_equal(expected, weights)
         assert "ranks 0 and 1 differ in other mesh dimensions than data" in refused
         assert "expected the same count, got 2 and 4; count whole samples" in refused
 
@@ -302,17 +284,14 @@ def test_ranks_that_see_the_same_samples_count_once(ranks: Any, engine: dict[str
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def job_numbers() -> None:
+@on_ranks(1)
+def test_numbers() -> None:
     model = fsshard.wrap(Net(), backend="none")
     assert model.mean_factor(4) == 0.25
     assert model.mean_factor([3, torch.tensor(1), np.int64(4), torch.tensor([2, 6])]) == 1 / 16
     assert model.mean_factor(0.1) == 1 / 0.1, "weights of points"
     assert model.mean_factor([0.1] * 10) == 1.0, "sums are rounded once"
     assert model.mean_factor((2**53 - 1, 1)) == 2.0**-53
-
-
-def test_numbers(ranks: Any) -> None:
-    ranks.run(job_numbers, 1)
 
 
 BAD: tuple[Any, ...] = (
@@ -329,8 +308,7 @@ BAD: tuple[Any, ...] = (
 def job_refused() -> list[str]:
     """Return what this rank was told, call by call; then train."""
     rank = dist.get_rank()
-    model = fsshard.wrap(Net(), backend="fsdp2")
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(Net(), backend="fsdp2")
     told = []
 
     def refused(*counts: Any, **leaves: Any) -> None:

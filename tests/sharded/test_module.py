@@ -14,15 +14,17 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError
 from tests.dropped import PASSES, Known, run_pass
-from tests.models import Net, batch, net, take_step
+from tests.models import Net, batch, net, take_step, with_adam, with_sgd
+from tests.on_ranks import on_backends
 from tests.parity.bare import average
 from tests.sharded.training import ALL, train, trained
-from tests.training_runs import DISTRIBUTED, differences, lost_by_saving, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences, lost_by_saving, ranks_of
 
 # ------------------------------------------------------------------------------------------------ what it is
 
 
-def job_attributes(backend: str) -> list[Any]:
+@on_backends(ALL)
+def test_attributes_and_names_are_the_users_and_copying_says_what_to_do(backend: str) -> None:
     reference = net()
     model = fsshard.wrap(net(), backend=backend)
     model.last.out_features = 7  # reaches the user's module
@@ -40,12 +42,7 @@ def job_attributes(backend: str) -> list[Any]:
             act()
         messages.append(str(error.value))
     assert model.to("cpu") is model
-    return messages
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_attributes_and_names_are_the_users_and_copying_says_what_to_do(ranks: Any, backend: str) -> None:
-    head, copied, pickled, cast = ranks.run(job_attributes, ranks_of(backend), backend)[0]
+    head, copied, pickled, cast = messages
     whose = " (FairScale 0.4.13, patched)" if backend == "fairscale" else ""
     assert head.startswith(f"backend {backend!r}{whose} on {ranks_of(backend)} rank")
     assert "state_dict()" in copied and "state_dict()" in pickled
@@ -97,8 +94,7 @@ def job_flag(backend: str) -> tuple[list[str], bool]:
 
     bare = net()
     steps(bare, torch.optim.Adam(bare.parameters(), lr=0.01), lambda: dist.get_world_size() > 1 and average(bare))
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, optimizer = with_adam(net(), backend=backend)
     steps(model, optimizer, lambda: None)
     found = list(differences(dict(bare.state_dict()), dict(model.state_dict())))
     found += lost_by_saving(model, optimizer, net, torch.optim.Adam, lr=0.01)
@@ -115,7 +111,8 @@ def test_ddps_attribute_is_no_sync(ranks: Any, backend: str) -> None:
     assert ranks.run(job_flag, size, backend) == [([], False)] * size
 
 
-def job_flag_in_no_sync(backend: str) -> tuple[bool, list[bool]]:
+@on_backends(ALL)
+def test_the_attribute_may_change_in_no_sync_and_all_freeze_in_full_parameters(backend: str) -> None:
     model = fsshard.wrap(net(), backend=backend)
     with model.no_sync():
         model.require_backward_grad_sync = False
@@ -124,13 +121,9 @@ def job_flag_in_no_sync(backend: str) -> tuple[bool, list[bool]]:
     train(model, optimizer, range(2))
     with model.full_parameters():
         model.requires_grad_(False)
-    return model._fsshard.step.is_silent, [parameter.requires_grad for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_the_attribute_may_change_in_no_sync_and_all_freeze_in_full_parameters(ranks: Any, backend: str) -> None:
-    for silenced, flags in ranks.run(job_flag_in_no_sync, ranks_of(backend), backend):
-        assert not silenced and not any(flags)
+    silenced = model._fsshard.step.is_silent
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    assert not silenced and not any(flags)
 
 
 def job_writes(backend: str) -> int:
@@ -212,28 +205,24 @@ def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> 
     refused, weights = ranks.run(job_saves_itself, 2, backend, str(tmp_path))[0]
     assert "full_parameters" in refused
     read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
-    assert list(differences(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})) == []
+    check_equal(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})
 
 
 # ------------------------------------------------------------------------------------------------ its end
 
 
-def job_drops(backend: str, kind: str) -> list[str]:
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", PASSES)
+@on_backends(DISTRIBUTED)
+def test_a_dropped_model_is_freed(backend: str, kind: str) -> None:
+    """With its shards, whatever it was in the middle of."""
+    model, optimizer = with_sgd(net(), backend=backend)
     known = Known(engine=model.backend.engine, **{entry.name: entry.parameter for entry in model.backend.all})
     run_pass(model, kind)
     dist.barrier()  # who lets go first breaks the pass of a rank that is behind: each is to break by itself
     del model, optimizer
-    return known.left()
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", PASSES)
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_a_dropped_model_is_freed(ranks: Any, backend: str, kind: str) -> None:
-    """With its shards, whatever it was in the middle of."""
-    assert ranks.run(job_drops, 2, backend, kind) == [[], []]
+    wrong = known.left()
+    assert not wrong
 
 
 # ------------------------------------------------------------------------------------------------ containers
@@ -298,7 +287,8 @@ class Merging(nn.Linear):
         return plain if self.merged else plain + x @ self.down.T @ self.up.T
 
 
-def job_merging(backend: str) -> tuple[str, float]:
+@on_backends(DISTRIBUTED)
+def test_layers_that_merge_weights_in_eval(backend: str) -> None:
     torch.manual_seed(0)
     model = fsshard.wrap(nn.Sequential(Merging(), nn.Tanh(), nn.Linear(6, 2)), backend=backend)
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -312,11 +302,6 @@ def job_merging(backend: str) -> tuple[str, float]:
         nn.Module.train(model.module[0], True)
         with model.full_parameters(writeback=True):
             model.eval()
-    return text, float((model(torch.ones(2, 4)).detach() - before).abs().max())
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_layers_that_merge_weights_in_eval(ranks: Any, backend: str) -> None:
-    for text, apart in ranks.run(job_merging, 2, backend):
-        assert apart < 1e-5
-        assert ("write: with model.full_parameters(writeback=True): model.eval()" in text) == (backend == "fsdp")
+    apart = float((model(torch.ones(2, 4)).detach() - before).abs().max())
+    assert apart < 1e-5
+    assert ("write: with model.full_parameters(writeback=True): model.eval()" in text) == (backend == "fsdp")

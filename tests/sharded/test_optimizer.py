@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
-from tests.models import Net, batch, net, take_step, two_heads
+from tests.models import Net, batch, net, take_step, two_heads, with_adam
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import MyLion, MyMuon
 from tests.sharded.training import ALL, train
-from tests.training_runs import DISTRIBUTED, Run, differences, loss_of, ranks_of, wrapped
+from tests.training_runs import DISTRIBUTED, Run, check_equal, differences, loss_of, ranks_of, wrapped
 
 
 def step(model: Any, optimizer: Any, number: int = 0) -> float:
@@ -28,7 +29,8 @@ def step(model: Any, optimizer: Any, number: int = 0) -> float:
 HANDED = [{"lr": 0.01, "weight_decay": 0.01}, {"lr": 0.003, "weight_decay": 0.1}]
 
 
-def job_hand_over(backend: str) -> list[str]:
+@on_backends(ALL)
+def test_a_live_optimizer_is_repointed(backend: str) -> None:
     """Groups that keep their settings, beside the same optimizer built afterwards."""
     module = net()
     parameters = list(module.parameters())
@@ -47,15 +49,26 @@ def job_hand_over(backend: str) -> list[str]:
     with pytest.raises(OptimizerError, match="use the one that wrap returned"):
         old.step()
     assert [{key: group[key] for key in HANDED[0]} for group in optimizer.param_groups] == HANDED
-    return list(differences(reference.state_dict(), model.state_dict()))
+    check_equal(reference.state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("backend", ALL)
-def test_a_live_optimizer_is_repointed(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_hand_over, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+@on_ranks(1)
+def test_wrong_arguments_of_build_optimizer() -> None:
+    bare, model = net(), fsshard.wrap(net(), backend="ddp")
+    settings = "got an instance of Adam; pass the class and its settings: build_optimizer(model, Adam, lr=...)"
+    for what, kind, text in (
+        (bare, torch.optim.Adam, "got Net; wrap it first"),
+        (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go third"),
+        (model, torch.optim.Adam(model.parameters()), settings),
+        (model, "Adam", "expected a class of torch.optim, got 'Adam'"),
+    ):
+        with pytest.raises(OptimizerError, match=re.escape(text)):
+            fsshard.build_optimizer(what, kind, lr=0.1)  # type: ignore[arg-type]
+    fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
 
 
-def job_wrong() -> None:
+@on_ranks()
+def test_what_cannot_be_handed_over() -> None:
     module = net()
     optimizer = torch.optim.Adam(module.parameters())
     module(batch(0)).sum().backward()
@@ -70,29 +83,8 @@ def job_wrong() -> None:
             fsshard.wrap(module, given, backend="ddp")  # type: ignore[call-overload]
 
 
-def job_wrong_arguments() -> None:
-    bare, model = net(), fsshard.wrap(net(), backend="ddp")
-    settings = "got an instance of Adam; pass the class and its settings: build_optimizer(model, Adam, lr=...)"
-    for what, kind, text in (
-        (bare, torch.optim.Adam, "got Net; wrap it first"),
-        (model.parameters(), torch.optim.Adam, "got generator; pass the model; some of its parameters go third"),
-        (model, torch.optim.Adam(model.parameters()), settings),
-        (model, "Adam", "expected a class of torch.optim, got 'Adam'"),
-    ):
-        with pytest.raises(OptimizerError, match=re.escape(text)):
-            fsshard.build_optimizer(what, kind, lr=0.1)  # type: ignore[arg-type]
-    fsshard.build_optimizer(model, torch.optim.Adam, lr=0.1)
-
-
-def test_wrong_arguments_of_build_optimizer(ranks: Any) -> None:
-    ranks.run(job_wrong_arguments, 1)
-
-
-def test_what_cannot_be_handed_over(ranks: Any) -> None:
-    ranks.run(job_wrong, 2)
-
-
-def job_empty_group(backend: str) -> list[str]:
+@on_backends(ALL)
+def test_a_group_may_be_empty(backend: str) -> None:
     """Hugging Face's Trainer makes one where all parameters decay."""
     finals = []
     for rest in ([], [{"params": [], "weight_decay": 0.0}]):
@@ -103,12 +95,7 @@ def job_empty_group(backend: str) -> list[str]:
         optimizer.load_state_dict(optimizer.state_dict())
         step(model, optimizer, 1)
         finals.append(model.state_dict())
-    return list(differences(*finals))
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_a_group_may_be_empty(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_empty_group, ranks_of(backend), backend) == [[]] * ranks_of(backend)
+    check_equal(*finals)
 
 
 def job_adagrad() -> float:
@@ -182,7 +169,9 @@ def test_a_compiled_step_of_another_model_is_left_alone(ranks: Any) -> None:
         assert torch.equal(found, expected)
 
 
-def job_names(backend: str) -> list[Any]:
+@on_backends(DISTRIBUTED)
+def test_names_of_named_parameters_stay_in_groups(backend: str) -> None:
+    """As in torch since 2.6."""
     model = fsshard.wrap(net(), backend=backend)
     named = list(model.named_parameters())
     groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.1}]
@@ -194,19 +183,19 @@ def job_names(backend: str) -> list[Any]:
     first = [group["param_names"] for group in optimizer.param_groups]
     every = [name for name, _ in named]
     native = bare.param_groups[0]["param_names"]
-    return [first == saved == [every[:2], every[2:]], first[0] == native, "param_names" in held.param_groups[0]]
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_names_of_named_parameters_stay_in_groups(ranks: Any, backend: str) -> None:
-    """As in torch since 2.6."""
-    assert ranks.run(job_names, 2, backend) == [[True, True, False]] * 2
+    assert first == saved == [every[:2], every[2:]]
+    assert first[0] == native
+    assert "param_names" not in held.param_groups[0]
 
 
 # ------------------------------------------------------------------------------------------------ groups and schedulers
 
 
-def job_groups_given_as(form: str) -> list[str]:
+@pytest.mark.parametrize("form", ["pairs", "parameters", "groups"])
+@on_ranks()
+def test_forms_of_param_groups(form: str) -> None:
+    """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
+
     def build(backend: str) -> fsshard.ShardedModule:
         model = fsshard.wrap(net(), backend=backend)
         pairs = list(model.named_parameters())
@@ -224,13 +213,8 @@ def job_groups_given_as(form: str) -> list[str]:
         return model
 
     reference = build("ddp").state_dict()
-    return [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
-
-
-@pytest.mark.parametrize("form", ["pairs", "parameters", "groups"])
-def test_forms_of_param_groups(ranks: Any, form: str) -> None:
-    """Parameters as ``named_parameters`` shows them have the original shapes, so grouping by ndim works everywhere."""
-    assert ranks.run(job_groups_given_as, 2, form) == [[], []]
+    wrong = [d for backend in DISTRIBUTED[1:] for d in differences(reference, build(backend).state_dict())]
+    assert not wrong
 
 
 def job_put_groups(backend: str) -> tuple[Any, list[str], str]:
@@ -264,7 +248,8 @@ def test_groups_are_put_in_place_of_others(ranks: Any, backend: str) -> None:
         assert same and not differ and not refused
 
 
-def job_put_wrong_groups() -> tuple[list[str], list[str]]:
+@on_ranks()
+def test_groups_that_cannot_be_put_there_change_nothing() -> None:
     model = fsshard.wrap(net(), backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, ["first.weight"], lr=0.1)
     told = []
@@ -272,13 +257,9 @@ def job_put_wrong_groups() -> tuple[list[str], list[str]]:
         with pytest.raises(OptimizerError) as error:
             optimizer.param_groups = [{"params": names} for names in given]
         told.append(str(error.value))
-    return told, optimizer.state_dict()["param_groups"][0]["params"]
-
-
-def test_groups_that_cannot_be_put_there_change_nothing(ranks: Any) -> None:
-    for told, kept in ranks.run(job_put_wrong_groups, 2):
-        words = ("there is no group", "given twice", "nowhere")
-        assert all(map(str.__contains__, told, words)) and kept == ["first.weight"]
+    kept = optimizer.state_dict()["param_groups"][0]["params"]
+    words = ("there is no group", "given twice", "nowhere")
+    assert all(map(str.__contains__, told, words)) and kept == ["first.weight"]
 
 
 # ------------------------------------------------------------------------------------------------ frozen and unused
@@ -315,9 +296,13 @@ def test_an_unexpected_unused_parameter_raises(ranks: Any, backend: str) -> None
 # ------------------------------------------------------------------------------------------------ state
 
 
-def job_bad_state(kind: str) -> None:
-    model = fsshard.wrap(net(), backend="fsdp2")
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("name", "nonsense"), ("shape", "expected (6, 4), got (2, 2)"), ("groups", "param_groups"), ("type", "missing")],
+)
+@on_ranks()
+def test_state_that_does_not_fit(kind: str, text: str) -> None:
+    model, optimizer = with_adam(net(), backend="fsdp2")
     step(model, optimizer)
     state = optimizer.state_dict()
     if kind == "name":
@@ -328,17 +313,9 @@ def job_bad_state(kind: str) -> None:
         state["param_groups"] *= 2
     elif kind == "type":
         state = {"state": {}}
-    optimizer.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [("name", "nonsense"), ("shape", "expected (6, 4), got (2, 2)"), ("groups", "param_groups"), ("type", "missing")],
-)
-def test_state_that_does_not_fit(ranks: Any, kind: str, text: str) -> None:
-    for error in ranks.run_expecting_errors(job_bad_state, 2, kind):
-        assert isinstance(error, StateDictError)
-        assert text in str(error)
+    with pytest.raises(StateDictError) as raised:
+        optimizer.load_state_dict(state)
+    assert text in str(raised.value)
 
 
 def job_held_state(backend: str, kind: Any, whole: bool) -> None:
@@ -366,8 +343,12 @@ def test_a_state_that_is_kept_is_the_latest(ranks: Any, kind: Any, whole: bool) 
         ranks.run(job_held_state, ranks_of(backend), backend, kind, whole)
 
 
-def job_zero_dim_round_trip(backend: str) -> list[str]:
-    """Two steps, the state handed back to the optimizer, one step more, against three steps in one go."""
+@on_backends(["fsdp2", "fsdp", "fairscale", "ddp"])
+def test_counters_of_a_zero_dim_parameter_are_not_cut(backend: str) -> None:
+    """Its step counter has its shape; a rank without a part of it must keep the counter whole all the same.
+
+    Two steps, the state handed back to the optimizer, one step more, against three steps in one go.
+    """
     found = []
     for reload in (False, True):
         run = Run("zero_dim", backend)
@@ -378,13 +359,7 @@ def job_zero_dim_round_trip(backend: str) -> list[str]:
             loss_of(run, model, number).backward()
             take_step(optimizer)
         found.append({"weights": model.state_dict(), "state": optimizer.state_dict()})
-    return list(differences(*found))
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp", "fairscale", "ddp"])
-def test_counters_of_a_zero_dim_parameter_are_not_cut(ranks: Any, backend: str) -> None:
-    """Its step counter has its shape; a rank without a part of it must keep the counter whole all the same."""
-    assert ranks.run(job_zero_dim_round_trip, 2, backend) == [[], []]
+    check_equal(*found)
 
 
 class Remembers(torch.optim.Optimizer):

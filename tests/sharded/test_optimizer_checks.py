@@ -16,6 +16,7 @@ from fsshard.errors import OptimizerError, RankMismatch, UnsupportedByBackend
 from fsshard.sharded.optimizer_checks import OptimizerRequest
 from tests import optimizers as written
 from tests.models import net
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
 WHOLE = "pass whole=True to fsshard.build_optimizer, or use backend='fairscale' or 'ddp'"
@@ -118,7 +119,8 @@ def test_blocks_of_numbers_need_whole_parameters(block: int) -> None:
     assert request._agrees_on_parts("owners") and not request._agrees_on_parts("elements")
 
 
-def job_packages() -> list[list[str]]:
+@on_ranks()
+def test_packages_of_8_bit_optimizers_are_known_by_name() -> None:
     """Build optimizers as packages of 8-bit ones name their modules, which are not installed here."""
     model = fsshard.wrap(net(), backend="fsdp2")
     whole = fsshard.wrap(net(), backend="fairscale")
@@ -135,13 +137,8 @@ def job_packages() -> list[list[str]]:
             tried = type("AdamWFp32", (written.MyLion,), {"__module__": module})
             fsshard.build_optimizer(model, tried)
         found.append([told.value.alternative, str(told.value)])
-    return found
-
-
-def test_packages_of_8_bit_optimizers_are_known_by_name(ranks: Any) -> None:
-    for found in ranks.run(job_packages, 2):
-        assert all(alternative == HERE for alternative, _ in found)
-        assert all("if it has none: fsshard.build_optimizer(model, AdamW8bit, ..., separable" in t for _, t in found)
+    assert all(alternative == HERE for alternative, _ in found)
+    assert all("if it has none: fsshard.build_optimizer(model, AdamW8bit, ..., separable" in t for _, t in found)
 
 
 class OfFilters(written.Written):

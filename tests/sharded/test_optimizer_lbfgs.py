@@ -15,6 +15,7 @@ import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.sharded.optimizer_lbfgs import _Vector
 from tests.models import Spectral, batch
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import average
 from tests.sets import often
 from tests.sharded.test_optimizer_whole import shapes
@@ -49,8 +50,7 @@ class Bare(torch.optim.LBFGS):
 
 
 def loss_of(model: Any, x: Tensor) -> Tensor:
-    loss = (model(x) - 1).square().mean()
-    return loss
+    return (model(x) - 1).square().mean()
 
 
 def mean(loss: Tensor) -> float:
@@ -106,7 +106,15 @@ def by_parameter(bare: nn.Module, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def job_exact(kind: str) -> dict[str, list[str]]:
+def _sorted(state: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(state.items()))
+
+
+@pytest.mark.parametrize("kind", often(SETTINGS, "searching"))
+@on_ranks()
+def test_two_ranks_step_as_bare_replicas(kind: str) -> None:
+    """Losses, evaluations, weights and state to the last bit: torch's own under ddp, and where parameters are divided
+    torch's own whose inner products are added up in float64."""
     wrong = {}
     for wide, backends in ((False, ("ddp",)), (True, DIVIDING)):
         bare = shapes()
@@ -122,18 +130,7 @@ def job_exact(kind: str) -> dict[str, list[str]]:
             wrong[backend] += [
                 name for name in expected if list(differences(_sorted(expected[name]), _sorted(state[name])))
             ]
-    return wrong
-
-
-def _sorted(state: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(state.items()))
-
-
-@pytest.mark.parametrize("kind", often(SETTINGS, "searching"))
-def test_two_ranks_step_as_bare_replicas(ranks: Any, kind: str) -> None:
-    """Losses, evaluations, weights and state to the last bit: torch's own under ddp, and where parameters are divided
-    torch's own whose inner products are added up in float64."""
-    assert ranks.run(job_exact, 2, kind) == [{backend: [] for backend in ("ddp", *DIVIDING)}] * 2
+    assert wrong == {backend: [] for backend in ("ddp", *DIVIDING)}
 
 
 def job_products(backend_dtype: str, numbers: int) -> list[str]:
@@ -179,8 +176,12 @@ def double() -> nn.Module:
     return model.double()  # type: ignore[no-any-return]
 
 
-def job_joint(backend: str) -> list[float]:
-    """How far losses and weights are from torch's own in one process over all ranks' samples, relative."""
+@pytest.mark.parametrize(
+    "backend", ["fsdp2", *(pytest.param(each, marks=LONG) for each in ("fairscale", "ddp", "fsdp"))]
+)
+@on_ranks(4)
+def test_four_ranks_go_where_one_process_goes(backend: str) -> None:
+    """In float64 over 12 iterations; some ranks hold no row of a weight, or own no parameter."""
     model, alone = wrapped(backend, double), double()
     optimizer, native = optimizer_of(model, "searching"), Bare(alone.parameters(), **SEARCHING)
     samples = [torch.empty(3, 4) for _ in range(dist.get_world_size())]
@@ -200,16 +201,8 @@ def job_joint(backend: str) -> list[float]:
         after = mean(optimizer.step(lambda mine=mine: closure(optimizer, model, mine)))
         far.append(abs(after - before) / before)
     wholes = model.state_dict()
-    return far + [float((wholes[n] - p).abs().max() / p.abs().max()) for n, p in alone.state_dict().items()]
-
-
-@pytest.mark.parametrize(
-    "backend", ["fsdp2", *(pytest.param(each, marks=LONG) for each in ("fairscale", "ddp", "fsdp"))]
-)
-def test_four_ranks_go_where_one_process_goes(ranks: Any, backend: str) -> None:
-    """In float64 over 12 iterations; some ranks hold no row of a weight, or own no parameter."""
-    for far in ranks.run(job_joint, 4, backend):
-        assert max(far) < 1e-9
+    far = far + [float((wholes[n] - p).abs().max() / p.abs().max()) for n, p in alone.state_dict().items()]
+    assert max(far) < 1e-9
 
 
 # ------------------------------------------------------------------------------------------------ state
@@ -275,7 +268,8 @@ def test_the_state_goes_to_other_engines_and_numbers_of_ranks(
     assert [wrong for wrong, _ in ranks.run(job_load, 2, str(tmp_path / "b"), "fsdp", built, saved)] == [[]] * 2
 
 
-def job_read_in_mid_step(backend: str) -> bool:
+@on_backends(["fsdp2", pytest.param("ddp", marks=LONG)])
+def test_reading_the_state_disturbs_nothing(backend: str) -> None:
     """A closure that reads the state changes nothing."""
     told = []
     for reads in (False, True):
@@ -285,12 +279,7 @@ def job_read_in_mid_step(backend: str) -> bool:
         if reads:
             model.register_forward_pre_hook(lambda *_, optimizer=optimizer: optimizer.state and None)
         told.append(steps(model, optimizer, range(1, 2)))
-    return told[0] == told[1]
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", pytest.param("ddp", marks=LONG)])
-def test_reading_the_state_disturbs_nothing(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_read_in_mid_step, 2, backend) == [True] * 2
+    assert told[0] == told[1]
 
 
 # ------------------------------------------------------------------------------------------------ refusals

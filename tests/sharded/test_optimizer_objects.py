@@ -24,6 +24,7 @@ from fsshard.errors import CheckpointError, ConfigurationError, FsshardError, Op
 from fsshard.state_objects import SavedObject, described, fields_of, tensors_in
 from tests.forked import forking
 from tests.models import Spectral, take_step
+from tests.on_ranks import on_ranks
 from tests.optimizers import Written
 from tests.sets import often
 from tests.training_runs import differences
@@ -216,7 +217,8 @@ def nodes(value: Any) -> Any:
         yield from nodes(item)
 
 
-def job_refused() -> None:
+@on_ranks()
+def test_on_shards_the_error_says_whole() -> None:
     model = fsshard.wrap(net(), backend="fsdp2")
     with pytest.raises(UnsupportedByBackend, match="whole=True"):
         fsshard.build_optimizer(model, EightBit)
@@ -227,10 +229,6 @@ def job_refused() -> None:
             saves()
     with pytest.raises(ConfigurationError, match="a list of classes"):
         fsshard.load("nowhere", model, objects=Codes)
-
-
-def test_on_shards_the_error_says_whole(ranks: Any) -> None:
-    ranks.run(job_refused, 2)
 
 
 class Elsewhere(Written):
@@ -245,7 +243,9 @@ class Reads(Written):
         self.largest = max(p.max().item() for p in special)
 
 
-def job_alone() -> None:
+@on_ranks(1)
+def test_keywords_that_are_no_groups_settings_of_a_live_optimizer_and_memory() -> None:
+    """The first are refused, the second kept, and the third counts what objects hold."""
     for kind, says in ((Elsewhere, "keeps them elsewhere"), (Reads, "without values")):
         model = fsshard.wrap(net(), backend="none")
         for special in (["last.weight"], (p for p in [model.last.weight])):
@@ -264,11 +264,6 @@ def job_alone() -> None:
     codes = sum(p.numel() for p in model.parameters() if p.numel() % 32 == 0 and not p.is_complex())
     assert held == codes + codes // 32 * 4 + 4 * len(optimizer.inner.state)
     assert model.memory_report().worst.by_kind["optimizer state"] == held
-
-
-def test_keywords_that_are_no_groups_settings_of_a_live_optimizer_and_memory(ranks: Any) -> None:
-    """The first are refused, the second kept, and the third counts what objects hold."""
-    ranks.run(job_alone, 1)
 
 
 class Itself:
@@ -314,7 +309,9 @@ class Configured(Written):
         return parameter.grad * group["config"].beta  # type: ignore[no-any-return]
 
 
-def job_settings(folder: str) -> None:
+@on_ranks()
+def test_settings_that_are_objects_stay_the_optimizers(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
     model = fsshard.wrap(net(), backend="fsdp2")
     config = Config(root=Root.FOURTH)
     optimizer = fsshard.build_optimizer(model, Configured, config=config)
@@ -325,10 +322,6 @@ def job_settings(folder: str) -> None:
     other = fsshard.build_optimizer(model, Configured, config=Config(0.8))
     with pytest.raises(FsshardError, match="'config' of a group"):
         fsshard.load(folder, model, other)
-
-
-def test_settings_that_are_objects_stay_the_optimizers(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(job_settings, 2, str(tmp_path / "saved"))
 
 
 def test_estimates_count_what_objects_hold() -> None:

@@ -17,8 +17,9 @@ from fsshard.errors import OptimizerError
 from fsshard.sharded.optimizer_views import GRAIN, GRID, blocks_of
 from tests import optimizers as written
 from tests.models import batch, net, take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import Blocked, average
-from tests.training_runs import DISTRIBUTED, differences, lost_by_saving
+from tests.training_runs import DISTRIBUTED, check_equal, differences, lost_by_saving
 
 OPERATIONS: dict[str, Any] = {
     "product": lambda a, b: a * b,
@@ -80,8 +81,7 @@ def test_complex_kernels_round_as_on_the_whole(name: str, threads: int, cuts: di
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
-    loss = model(batch(number)).square().mean()
-    return loss
+    return model(batch(number)).square().mean()
 
 
 def job_closure(backend: str, name: str, settings: dict[str, Any]) -> list[str]:
@@ -221,7 +221,7 @@ def job_read_in_closure(backend: str, name: str, reads: bool) -> Any:
 def test_a_closure_may_read_the_state(ranks: Any, backend: str, name: str) -> None:
     """The optimizer went on without what was read, and with it again a step later, silently."""
     read, plain = (ranks.run(job_read_in_closure, 2, backend, name, reads) for reads in (True, False))
-    assert not list(differences(read, plain))
+    check_equal(read, plain)
 
 
 # ------------------------------------------------------------------------------------------------ views from before
@@ -275,7 +275,10 @@ def test_an_optimizer_that_keeps_views_from_its_constructor(ranks: Any) -> None:
         assert not any(wrong.values()), wrong
 
 
-def job_moved(implementation: str) -> list[str]:
+@pytest.mark.parametrize("implementation", ["real", "native"])
+@on_ranks()
+def test_views_are_those_of_now_in_an_optimizer_that_is_built_again(implementation: str) -> None:
+    """OSS moves parameters when some are frozen."""
     bare = real_net()
     model = fsshard.wrap(real_net(), backend="fairscale", implementation=implementation)
     for frozen in (True, False):
@@ -284,13 +287,7 @@ def job_moved(implementation: str) -> list[str]:
         natives, optimizer = Blocked(bare.parameters()), fsshard.build_optimizer(model, Blocked)
         blocked_steps(bare, natives, range(1), bare=True)
         blocked_steps(model, optimizer, range(1))
-    return list(differences(bare.state_dict(), model.state_dict()))
-
-
-@pytest.mark.parametrize("implementation", ["real", "native"])
-def test_views_are_those_of_now_in_an_optimizer_that_is_built_again(ranks: Any, implementation: str) -> None:
-    """OSS moves parameters when some are frozen."""
-    assert ranks.run(job_moved, 2, implementation) == [[], []]
+    check_equal(bare.state_dict(), model.state_dict())
 
 
 class Nested(written.Written):
@@ -332,7 +329,9 @@ class CountedViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def job_pairs(backend: str) -> tuple[list[str], list[bool]]:
+@on_backends(["none", *DISTRIBUTED])
+def test_adam_steps_pairs_of_reals_where_weights_do_not_decay(backend: str) -> None:
+    """The same numbers, with a fifth less CPU time of the step; a decay makes products with complex numbers."""
     bare, model = net(), fsshard.wrap(net(), backend=backend)
     hyper = {"lr": 0.01, "weight_decay": 0.0, "amsgrad": True}
     native = torch.optim.Adam(bare.parameters(), **hyper)
@@ -353,14 +352,7 @@ def job_pairs(backend: str) -> tuple[list[str], list[bool]]:
         for name, state in optimizer.state_dict()["state"].items():
             wrong += differences(native.state[names[name]], state)
     wrong += lost_by_saving(model, optimizer, net, torch.optim.Adam, **hyper)
-    return wrong, viewed
-
-
-@pytest.mark.parametrize("backend", ["none", *DISTRIBUTED])
-def test_adam_steps_pairs_of_reals_where_weights_do_not_decay(ranks: Any, backend: str) -> None:
-    """The same numbers, with a fifth less CPU time of the step; a decay makes products with complex numbers."""
-    for wrong, viewed in ranks.run(job_pairs, 1 if backend == "none" else 2, backend):
-        assert wrong == [] and viewed == [False, True, False]
+    assert wrong == [] and viewed == [False, True, False]
 
 
 # ------------------------------------------------------------------------------------------------ fused kernels

@@ -19,10 +19,11 @@ from fsshard.errors import OptimizerError, UnsupportedByBackend
 from fsshard.sharded import optimizer_whole
 from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
 from tests import optimizers
-from tests.models import Spectral, batch
+from tests.models import Spectral, batch, take_step
+from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import SOAP, Shampoo, Written
 from tests.sets import often
-from tests.training_runs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 DIVIDING = ("fsdp2", "fsdp")
 
@@ -69,8 +70,7 @@ def shapes() -> nn.Module:
 
 
 def loss_of(model: Any, step: int) -> Tensor:
-    loss = model(batch(step)).square().mean()
-    return loss
+    return model(batch(step)).square().mean()
 
 
 def grouped(named: Any, kind: str) -> tuple[Any, list[dict[str, Any]], dict[str, Any]]:
@@ -135,8 +135,13 @@ def test_two_ranks_train_as_bare_replicas(ranks: Any, kind: str) -> None:
     assert ranks.run(job_exact, 1, kind, "none", *DIVIDING) == [{"none": [], "fsdp2": [], "fsdp": []}]
 
 
-def job_single_steps(backend: str) -> list[str]:
-    """Each step from the replicas' state, which is loaded."""
+@pytest.mark.parametrize("backend", often(DIVIDING, "fsdp2"))
+@on_ranks(4)
+def test_four_ranks_take_each_step_from_equal_states(backend: str) -> None:
+    """Some own nothing of a weight's rows. Sums of gradients of four ranks have another order than by hand.
+
+    Each step from the replicas' state, which is loaded.
+    """
     wrong, bare = list[str](), shapes()
     native = Kron(bare.parameters())
     model = fsshard.wrap(shapes(), backend=backend)
@@ -152,13 +157,7 @@ def job_single_steps(backend: str) -> list[str]:
         for name, whole in model.state_dict().items():
             far = (whole - bare.state_dict()[name]).abs().max() / whole.abs().max()
             wrong += [f"{number} {name}: {far:.1e}"] if far > 1e-4 else []
-    return wrong
-
-
-@pytest.mark.parametrize("backend", often(DIVIDING, "fsdp2"))
-def test_four_ranks_take_each_step_from_equal_states(ranks: Any, backend: str) -> None:
-    """Some own nothing of a weight's rows. Sums of gradients of four ranks have another order than by hand."""
-    assert ranks.run(job_single_steps, 4, backend) == [[]] * 4
+    assert not wrong
 
 
 # ------------------------------------------------------------------------------------------------ state
@@ -207,8 +206,20 @@ def test_the_state_goes_to_other_engines_and_numbers_of_ranks(ranks: Any, tmp_pa
     assert ranks.run(job_load, 2, str(tmp_path / "b"), here, "mixed", saved) == [[]] * 2
 
 
-def job_goes_on(folder: str, here: str, there: str) -> list[str]:
-    """Stop after two steps, and go on with what was saved, or with dicts of which each tensor was sent by itself."""
+@pytest.mark.parametrize(
+    ("here", "there"),
+    often(
+        [("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "fairscale"), ("fairscale", "ddp")],
+        *(("fsdp2", "fsdp"), ("fairscale", "ddp")),
+    ),
+)
+@on_ranks()
+def test_bases_that_lie_column_by_column_go_on_as_they_were(tmp_path: Any, here: str, there: str) -> None:
+    """Eigenvectors do, and products with them are rounded so. gloo sends them as they lie, to who expects rows.
+
+    Stop after two steps, and go on with what was saved, or with dicts of which each tensor was sent by itself.
+    """
+    folder = str(tmp_path / "a")
     model = fsshard.wrap(shapes(), backend=here)
     optimizer = built(model, "SOAP")
     steps(model, optimizer, range(2))
@@ -225,26 +236,18 @@ def job_goes_on(folder: str, here: str, there: str) -> list[str]:
             model.load_state_dict(kept[0])
             optimizer.load_state_dict(kept[1])
         wrong += differences(want, [steps(model, optimizer, range(2, 5)), dict(model.state_dict())], way)
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("here", "there"),
-    often(
-        [("ddp", "fsdp2"), ("fsdp2", "fsdp"), ("fsdp", "fairscale"), ("fairscale", "ddp")],
-        *(("fsdp2", "fsdp"), ("fairscale", "ddp")),
-    ),
-)
-def test_bases_that_lie_column_by_column_go_on_as_they_were(ranks: Any, tmp_path: Any, here: str, there: str) -> None:
-    """Eigenvectors do, and products with them are rounded so. gloo sends them as they lie, to who expects rows."""
-    assert ranks.run(job_goes_on, 2, str(tmp_path / "a"), here, there) == [[], []]
+    assert not wrong
 
 
 # ------------------------------------------------------------------------------------------------ what is sent
 
 
-def job_traffic(backend: str) -> dict[str, Any]:
-    """Collectives of steps, and what this rank sends to others in one, against the bytes of the weights."""
+@on_backends(DIVIDING)
+def test_two_collectives_and_twice_the_bytes(backend: str) -> None:
+    """Both ranks together send 2 (W - 1) / W of each; weights travel only when somebody wrote them.
+
+    Collectives of steps, and what this rank sends to others in one, against the bytes of the weights.
+    """
     calls = []
     real = dist.all_to_all_single
 
@@ -274,20 +277,18 @@ def job_traffic(backend: str) -> dict[str, Any]:
     dist.all_reduce(total)
     weights = 8 * 64 * 64 * 4
     held = model.memory_report().ranks[0].by_kind["optimizer state"] / weights
-    return {"collectives": counts, "bytes": total.item() / weights, "held": held}
+    told = {"collectives": counts, "bytes": total.item() / weights, "held": held}
+    assert told["collectives"] == [2, 2, 2, 3]
+    assert 1 <= told["bytes"] <= 1.05
+    assert told["held"] == 1  # a copy and a momentum of half of them
 
 
-@pytest.mark.parametrize("backend", DIVIDING)
-def test_two_collectives_and_twice_the_bytes(ranks: Any, backend: str) -> None:
-    """Both ranks together send 2 (W - 1) / W of each; weights travel only when somebody wrote them."""
-    for told in ranks.run(job_traffic, 2, backend):
-        assert told["collectives"] == [2, 2, 2, 3]
-        assert 1 <= told["bytes"] <= 1.05
-        assert told["held"] == 1  # a copy and a momentum of half of them
+@on_backends(DIVIDING)
+def test_a_bucket_is_packed_while_another_is_on_its_way(backend: str) -> None:
+    """Never more than two at a time, whose memory is what a step may take.
 
-
-def job_buckets(backend: str) -> tuple[list[str], str]:
-    """A training with a parameter or two in each bucket, and when exchanges of its last step begin (b) and end (e)."""
+    A training with a parameter or two in each bucket, and when exchanges of its last step begin (b) and end (e).
+    """
     heard = []
     real = dist.all_to_all_single
 
@@ -314,19 +315,14 @@ def job_buckets(backend: str) -> tuple[list[str], str]:
         patch.setattr(dist, "all_to_all_single", begun)
         found += steps(model, optimizer, range(2, 3))
         wrong = [*differences(losses, found), *differences(dict(bare.state_dict()), dict(model.state_dict()))]
-    return wrong, "".join(heard)
+    heard = "".join(heard)
+    assert not wrong
+    one_way = "b" + "be" * 6 + "e"
+    assert heard == 2 * one_way
 
 
-@pytest.mark.parametrize("backend", DIVIDING)
-def test_a_bucket_is_packed_while_another_is_on_its_way(ranks: Any, backend: str) -> None:
-    """Never more than two at a time, whose memory is what a step may take."""
-    for wrong, heard in ranks.run(job_buckets, 2, backend):
-        assert not wrong
-        one_way = "b" + "be" * 6 + "e"
-        assert heard == 2 * one_way
-
-
-def job_negated(backend: str) -> list[str]:
+@on_backends(DIVIDING)
+def test_other_signs_are_another_weight(backend: str) -> None:
     """Weights get other signs between two steps, which version counters do not tell."""
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).double()
@@ -340,12 +336,7 @@ def job_negated(backend: str) -> list[str]:
             optimizer.step()
             for parameter in getattr(each, "module", each).parameters():
                 getattr(parameter, "_local_tensor", parameter).data.neg_()
-    return list(differences(dict(bare.state_dict()), dict(model.state_dict())))
-
-
-@pytest.mark.parametrize("backend", DIVIDING)
-def test_other_signs_are_another_weight(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_negated, 2, backend) == [[]] * 2
+    check_equal(dict(bare.state_dict()), dict(model.state_dict()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -385,25 +376,20 @@ def test_a_step_that_raises_on_one_rank_raises_on_all(ranks: Any, backend: str) 
     assert isinstance(second, ValueError)
 
 
-def job_refused(backend: str, what: str) -> None:
-    model = fsshard.wrap(shapes(), backend=backend)
-    if what == "LBFGS":
-        fsshard.build_optimizer(model, torch.optim.LBFGS, whole=True)
-    optimizer = built(model, "mixed" if what == "closure" else "Muon")
-    if what == "closure":
-        optimizer.step(lambda: loss_of(model, 0))
-    optimizer.add_param_group({"params": ["scale"]})
-
-
-@pytest.mark.parametrize("what", ["LBFGS", "closure", "group"])
-def test_what_owners_cannot_do(ranks: Any, what: str) -> None:
+@on_ranks()
+def test_what_owners_cannot_do() -> None:
     """An algorithm over all parameters, a closure that may be called twice, and other parameters."""
-    for error in ranks.run_expecting_errors(job_refused, 2, "fsdp2", what):
-        assert isinstance(error, UnsupportedByBackend)
-        assert what != "closure" or "call forward and backward before step(), or use backend=" in str(error)
+    model = fsshard.wrap(shapes(), backend="fsdp2")
+    with pytest.raises(UnsupportedByBackend):
+        fsshard.build_optimizer(model, torch.optim.LBFGS, whole=True)
+    with pytest.raises(UnsupportedByBackend, match=r"call forward and backward before step\(\), or use backend="):
+        built(model, "mixed").step(lambda: loss_of(model, 0))
+    with pytest.raises(UnsupportedByBackend):
+        built(model, "Muon").add_param_group({"params": ["scale"]})
 
 
-def job_closure(backend: str) -> list[str]:
+@on_backends(DISTRIBUTED)
+def test_torchs_own_take_a_closure(backend: str) -> None:
     bare, _, _ = replicas("Muon", 2)
     model = fsshard.wrap(shapes(), backend=backend)
     optimizer = built(model, "Muon")
@@ -416,11 +402,5 @@ def job_closure(backend: str) -> list[str]:
             return loss
 
         optimizer.step(closure)
-        optimizer.beside.step()
-        optimizer.beside.zero_grad()
-    return list(differences(dict(bare.state_dict()), dict(model.state_dict())))
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_torchs_own_take_a_closure(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_closure, 2, backend) == [[]] * 2
+        take_step(optimizer.beside)
+    check_equal(dict(bare.state_dict()), dict(model.state_dict()))

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import fsshard
 from fsshard.errors import FsshardError, UnsupportedByBackend
 from fsshard.simulation.tracking import Tracker
-from tests.models import batch, net, take_step
+from tests.models import batch, net, take_step, with_sgd
+from tests.on_ranks import on_backends, on_ranks
 from tests.training_runs import DISTRIBUTED, ranks_of
 
 
@@ -51,8 +52,9 @@ def test_looking_at_parameters_keeps_no_second_copy(ranks: Any, backend: str) ->
         assert all(a - b <= 128 for a, b in zip(least, expected, strict=True)), (mine, other, expected)
 
 
-def job_gradients(backend: str) -> list[Any]:
-    """Return what a list of parameters that was made before the training shows of gradients."""
+@on_backends(["none", "ddp", "fairscale", "fsdp2"])
+def test_a_view_has_the_gradient_of_now(backend: str) -> None:
+    """A list made once (for torch's clipping, say) would else miss complex weights, in silence."""
     model = fsshard.wrap(net(), backend=backend)
     shown = dict(model.named_parameters())
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -75,14 +77,7 @@ def job_gradients(backend: str) -> list[Any]:
     copied = copy.deepcopy(shown["middle.1.weight"]) if backend in ("none", "ddp", "fairscale") else nn.Parameter()
     found.append(copied.grad is None and type(copied) is nn.Parameter)
     del optimizer
-    return found
-
-
-@pytest.mark.parametrize("backend", ["none", "ddp", "fairscale", "fsdp2"])
-def test_a_view_has_the_gradient_of_now(ranks: Any, backend: str) -> None:
-    """A list made once (for torch's clipping, say) would else miss complex weights, in silence."""
-    for found in ranks.run(job_gradients, ranks_of(backend), backend):
-        assert all(found), found
+    assert all(found), found
 
 
 class Rooted(nn.Module):
@@ -131,8 +126,9 @@ FORM: list[tuple[Any, ...]] = [
 """Methods that tell a parameter's form, and their arguments."""
 
 
-def job_without_values(backend: str) -> list[str]:
-    """Which uses of a parameter without values are not refused; of its shape some are right."""
+@on_backends(["fsdp", "fsdp2"])
+def test_nothing_is_read_or_written_where_there_are_no_values(backend: str) -> None:
+    """torch writes to the meta device without a word, and its kernels there gave memory that nobody had written."""
     dtype = torch.float32 if backend == "fsdp" else torch.complex64
     model = fsshard.wrap(Rooted(dtype), backend=backend, auto_wrap_policy={nn.Linear})
     weight = dict(model.named_parameters())["weight"]
@@ -152,19 +148,16 @@ def job_without_values(backend: str) -> list[str]:
                 told = str(error)
             if "use model.full_parameters()" not in told or "full_parameters(writeback=True)" not in told:
                 taken.append(name)
-    return taken
+    assert not taken
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_nothing_is_read_or_written_where_there_are_no_values(ranks: Any, backend: str) -> None:
-    """torch writes to the meta device without a word, and its kernels there gave memory that nobody had written."""
-    assert ranks.run(job_without_values, 2, backend) == [[], []]
+@on_backends(DISTRIBUTED)
+def test_hooks_are_called_or_refused(backend: str) -> None:
+    """A view's gradient is the engine's, and torch would call its hooks never, nor those of FSDP's shards.
 
-
-def job_hooks(backend: str) -> dict[tuple[str, str], set[int | str]]:
-    """By whose parameters and by kind of hook: how often each is called in two steps, or that it is refused."""
-    model = fsshard.wrap(Rooted(torch.complex64), backend=backend, auto_wrap_policy={nn.Linear})
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    By whose parameters and by kind of hook: how often each is called in two steps, or that it is refused.
+    """
+    model, optimizer = with_sgd(Rooted(torch.complex64), backend=backend, auto_wrap_policy={nn.Linear})
     calls = dict[tuple[str, str], dict[str, int | str]]()
     for kind in ("register_hook", "register_post_accumulate_grad_hook"):
         for whose, parameters in (("views", model.named_parameters()), ("module", model.module.named_parameters())):
@@ -182,19 +175,13 @@ def job_hooks(backend: str) -> dict[tuple[str, str], set[int | str]]:
     for _ in range(2):
         model(torch.ones(2, 6)).abs().sum().backward()
         take_step(optimizer)
-    return {key: set(counts.values()) for key, counts in calls.items()}
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_hooks_are_called_or_refused(ranks: Any, backend: str) -> None:
-    """A view's gradient is the engine's, and torch would call its hooks never, nor those of FSDP's shards."""
-    for found in ranks.run(job_hooks, 2, backend):
-        of_module = {kind: counts for (whose, kind), counts in found.items() if whose == "module"}
-        called = {"ddp", "fairscale"}
-        assert of_module["register_hook"] == ({2} if backend in called else {"refused"})
-        called |= {"fsdp2"}
-        assert of_module["register_post_accumulate_grad_hook"] == ({2} if backend in called else {"refused"})
-        assert all(counts <= {2, "refused"} for counts in found.values()), found
+    found = {key: set(counts.values()) for key, counts in calls.items()}
+    of_module = {kind: counts for (whose, kind), counts in found.items() if whose == "module"}
+    called = {"ddp", "fairscale"}
+    assert of_module["register_hook"] == ({2} if backend in called else {"refused"})
+    called |= {"fsdp2"}
+    assert of_module["register_post_accumulate_grad_hook"] == ({2} if backend in called else {"refused"})
+    assert all(counts <= {2, "refused"} for counts in found.values()), found
 
 
 def job_after_a_failed_forward(backend: str) -> list[float]:
@@ -231,8 +218,9 @@ def job_after_a_failed_forward(backend: str) -> list[float]:
     return losses
 
 
-def job_raw_fsdp2() -> list[float]:
-    """Return fully_shard's output before and after the root's weight is set to zero behind a failed forward."""
+@on_ranks()
+def test_raw_fsdp2_does_not_see_what_is_written_after_a_failed_forward() -> None:
+    """It keeps the root gathered, which believes to be in its forward still (torch 2.13)."""
     model = Rooted()
     fully_shard(model.inner)
     fully_shard(model)
@@ -245,13 +233,8 @@ def job_raw_fsdp2() -> list[float]:
             unit.reshard()
         if fails:
             shard.detach().to_local().zero_()
-    return found
-
-
-def test_raw_fsdp2_does_not_see_what_is_written_after_a_failed_forward(ranks: Any) -> None:
-    """It keeps the root gathered, which believes to be in its forward still (torch 2.13)."""
-    for before, after in ranks.run(job_raw_fsdp2, 2):
-        assert before > 0 and after > 0
+    before, after = found
+    assert before > 0 and after > 0
 
 
 def test_what_is_written_after_a_failed_forward_is_seen(ranks: Any) -> None:
@@ -304,8 +287,8 @@ def _two_steps(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def job_attributes(backend: str) -> dict[str, Any]:
-    """Return what parameters say that an optimizer reads in its step; and the bare model's, on the same samples."""
+@on_backends(["none", *DISTRIBUTED])
+def test_python_attributes_of_parameters_are_those_of_the_bare_model(backend: str) -> None:
     torch.manual_seed(0)
     bare = Hyper()
     with torch.device("meta"):
@@ -325,13 +308,7 @@ def job_attributes(backend: str) -> dict[str, Any]:
     for parameter in model.parameters():
         parameter.later = parameter._optim["lr"]
     found["later"] = [getattr(parameter, "later", None) for parameter in model.module.parameters()]
-    return found
-
-
-@pytest.mark.parametrize("backend", ["none", *DISTRIBUTED])
-def test_python_attributes_of_parameters_are_those_of_the_bare_model(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_attributes, ranks_of(backend), backend):
-        asked = found.pop("asked")
-        assert found.pop("state") == []
-        assert found.pop("later") == [each["lr"] for each in asked]
-        assert found == dict.fromkeys(found, asked)
+    asked = found.pop("asked")
+    assert found.pop("state") == []
+    assert found.pop("later") == [each["lr"] for each in asked]
+    assert found == dict.fromkeys(found, asked)

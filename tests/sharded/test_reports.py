@@ -21,7 +21,8 @@ from fsshard.backends.cost import unit_cost
 from fsshard.planning.bounds import sent
 from fsshard.sharded.reports import MemoryReport
 from fsshard.simulation.tracking import Tracker
-from tests.models import batch, net, take_step
+from tests.models import batch, net, take_step, with_adam, with_sgd
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
 BACKENDS = [*DISTRIBUTED, "none"]
@@ -40,8 +41,7 @@ def held(report: MemoryReport) -> dict[str, int]:
 
 def job_report(backend: str) -> list[dict[str, int]]:
     """When wrapped; after a backward; after a step; after a backward under no_sync; with all parameters whole."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, optimizer = with_adam(net(), backend=backend)
     found = [held(model.memory_report())]
     model(batch(0)).square().mean().backward()
     found.append(held(model.memory_report()))
@@ -116,8 +116,7 @@ class Written:
 
 def job_tracked(backend: str) -> tuple[list[MemoryReport], MemoryReport, dict[str, int], list[tuple[str, int, int]]]:
     """Two steps; what was alive after the backward of the second; all ranks' peaks; what was written."""
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, optimizer = with_adam(net(), backend=backend)
     writer, steps = Written(), []
     with fsshard.MemoryTracker(model, writer=writer, first_step=5) as memory:
         for step in range(2):
@@ -207,8 +206,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def job_costs(backend: str, settings: dict[str, Any]) -> tuple[float, float, int, int, str]:
     """Bytes to send as told and as a real step sends them; bytes held as told and as they are; what is printed."""
-    model = fsshard.wrap(net(), backend=backend, **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
+    model, optimizer = with_sgd(net(), backend=backend, **settings)
     text = model.explain() if dist.get_rank() == 0 else ""  # local: the others take no part
     costs = [unit_cost(model.backend, unit) for unit in model.plan.units]
     told = sum(sent(payload.kind, payload.nbytes, payload.ranks) for cost in costs for payload in cost.payloads)
@@ -275,10 +273,7 @@ def test_an_estimate_stands_below(ranks: Any) -> None:
     assert "give fsshard.estimate the settings of fsshard.wrap" in str(error)
 
 
-def job_alone() -> str:
-    return fsshard.wrap(net(), backend="none").explain()
-
-
-def test_one_rank_sends_nothing(ranks: Any) -> None:
-    (text,) = ranks.run(job_alone, 1)
+@on_ranks(1)
+def test_one_rank_sends_nothing() -> None:
+    text = fsshard.wrap(net(), backend="none").explain()
     assert text.startswith("backend 'none' on 1 rank, device cpu\n3 units") and "sent" not in text

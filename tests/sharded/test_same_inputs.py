@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fsshard
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
 TEXT = "all ranks are given the same inputs"
@@ -58,8 +60,7 @@ def job_trained(backend: str, kind: str, settings: dict[str, Any]) -> list[str]:
                 loss = model(**given)
                 if loss.requires_grad:
                     loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_step(optimizer)
     return [str(warning.message) for warning in caught if TEXT in str(warning.message)]
 
 
@@ -78,17 +79,16 @@ def test_other_batches_are_not(ranks: Any, kind: str) -> None:
         assert ranks.run(job_trained, 2, backend, kind, {}) == [[], []]
 
 
-def job_along_a_mesh() -> list[str]:
+@on_ranks()
+def test_ranks_that_share_data_are_given_the_same() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     torch.manual_seed(0)
-    return job_trained("fsdp2", "same", {"device_mesh": mesh["data"], "replicated": {".": mesh["tp"]}})
+    wrong = job_trained("fsdp2", "same", {"device_mesh": mesh["data"], "replicated": {".": mesh["tp"]}})
+    assert not wrong
 
 
-def test_ranks_that_share_data_are_given_the_same(ranks: Any) -> None:
-    assert ranks.run(job_along_a_mesh, 2) == [[], []]
-
-
-def job_joined() -> list[str]:
+@on_ranks()
+def test_batches_of_a_join() -> None:
     """A rank whose batches have ended gets its last one again, while the other goes on with the same."""
     model = fsshard.wrap(Taking(), backend="fsdp2")
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.01)
@@ -96,10 +96,6 @@ def job_joined() -> list[str]:
         warnings.simplefilter("always")
         for given in joined([{"x": [DATA[:2] + number * dist.get_rank()]} for number in range(3 - dist.get_rank())]):
             model(given).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [str(warning.message) for warning in caught if TEXT in str(warning.message)]
-
-
-def test_batches_of_a_join(ranks: Any) -> None:
-    assert ranks.run(job_joined, 2) == [[], []]
+            take_step(optimizer)
+    wrong = [str(warning.message) for warning in caught if TEXT in str(warning.message)]
+    assert not wrong

@@ -21,8 +21,9 @@ from fsshard.backends import whole
 from fsshard.errors import ConfigurationError, RankMismatch, StateDictError
 from tests.memory import LiveBytes
 from tests.models import Spectral
+from tests.on_ranks import on_backends, on_ranks
 from tests.sharded.training import ALL, trained
-from tests.training_runs import DISTRIBUTED, differences, ranks_of
+from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 from tests.zoo import ZOO
 
 BACKENDS = (*DISTRIBUTED, "none")
@@ -106,7 +107,14 @@ def test_rank_0_receives_small_parameters_together(ranks: Any, backend: str) -> 
     assert ranks.run(job_receives, 2, backend) == [(1, [])] * 2, "one message from the other rank, not forty"
 
 
-def job_case(case: str, backend: str) -> list[str]:
+@pytest.mark.covering
+@pytest.mark.parametrize("backend", DISTRIBUTED)
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [("tfno_tucker", 2), ("tfno_tucker", 3), ("t5", 2), ("zero_dim", 3), ("odd_first", 3), ("conv_batchnorm", 2)],
+)
+@on_ranks()
+def test_it_is_the_models_own(case: str, backend: str, world_size: int) -> None:
     expected = ZOO[case].build().state_dict()
     model = fsshard.wrap(ZOO[case].build(), backend=backend)
     states = [
@@ -118,17 +126,8 @@ def job_case(case: str, backend: str) -> list[str]:
     if dist.get_rank():
         assert states == [{}, {}, {}]
         states = []
-    return [text for state in states + whole for text in differences(expected, state)]
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-@pytest.mark.parametrize(
-    ("case", "world_size"),
-    [("tfno_tucker", 2), ("tfno_tucker", 3), ("t5", 2), ("zero_dim", 3), ("odd_first", 3), ("conv_batchnorm", 2)],
-)
-def test_it_is_the_models_own(ranks: Any, case: str, backend: str, world_size: int) -> None:
-    assert ranks.run(job_case, world_size, case, backend) == [[]] * world_size
+    wrong = [text for state in states + whole for text in differences(expected, state)]
+    assert not wrong
 
 
 # ------------------------------------------------------------------------------------------ torch's own ways to ask
@@ -141,7 +140,8 @@ def refusal(ask: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def job_context(backend: str) -> tuple[list[list[str]], list[str]]:
+@on_backends(DISTRIBUTED)
+def test_fsdps_context_is_honoured(backend: str) -> None:
     """Under FSDP.state_dict_type: what differs from what is asked for, and the errors."""
     model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
     whole, kinds = layers().state_dict(), StateDictType
@@ -163,19 +163,16 @@ def job_context(backend: str) -> tuple[list[list[str]], list[str]]:
         told.append(refusal(model.state_dict))
         FullyShardedDataParallel.set_state_dict_type(model, kinds.FULL_STATE_DICT)
     found.append(list(differences(whole, get_model_state_dict(model))))  # it asks FSDP1's own models for shards
-    return [*found, list(differences(whole, model.state_dict()))], told
+    found = [*found, list(differences(whole, model.state_dict()))]
+    (both, *others) = told
+    assert not any(found)
+    assert "give one of them" in both
+    for told in others:
+        assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_fsdps_context_is_honoured(ranks: Any, backend: str) -> None:
-    for found, (both, *others) in ranks.run(job_context, 2, backend):
-        assert not any(found)
-        assert "give one of them" in both
-        for told in others:
-            assert "expected torch's FullStateDictConfig" in told and "fsshard.save" in told
-
-
-def job_torchs_function(backend: str) -> list[str]:
+@on_backends(DISTRIBUTED)
+def test_torchs_get_model_state_dict_gives_the_same_and_set_takes_it(backend: str) -> None:
     model = fsshard.wrap(layers(), backend=backend, auto_wrap_policy={nn.Linear, Spectral})
     whole = layers().state_dict()
     found = [*differences(whole, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))]
@@ -188,12 +185,7 @@ def job_torchs_function(backend: str) -> list[str]:
             model.load_state_dict({key: torch.zeros_like(value) for key, value in whole.items()})
             set_model_state_dict(model, dict(whole), options=options)  # it puts its own tensors in
             found += differences(whole, model.state_dict())
-    return found
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_torchs_get_model_state_dict_gives_the_same_and_set_takes_it(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_torchs_function, 2, backend) == [[], []]
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------ modules that read
@@ -269,7 +261,8 @@ def test_modules_read_state_dicts_as_their_code_says(ranks: Any, backends: list[
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def job_bad_state(backend: str) -> tuple[list[Any], bool]:
+@on_backends(ALL)
+def test_load_lists_what_does_not_fit_and_changes_nothing(backend: str) -> None:
     model, _ = trained(backend)
     before = model.state_dict()
     bad = {k: v for k, v in before.items() if k != "first.bias"}
@@ -286,20 +279,16 @@ def job_bad_state(backend: str) -> tuple[list[Any], bool]:
     result = model.load_state_dict({"last.bias": torch.full((1,), 4.0), "stranger": torch.zeros(1)}, strict=False)
     assert "first.weight" in result.missing_keys and "last.bias" not in result.missing_keys
     assert result.unexpected_keys == ["stranger"] and bool((model.state_dict()["last.bias"] == 4).all())
-    return listed, unchanged
+    (missing, unexpected, mismatched, text) = listed
+    assert missing == ["first.bias"]
+    assert unexpected == ["stranger"]
+    assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
+    assert "__real" not in text
+    assert unchanged
 
 
-@pytest.mark.parametrize("backend", ALL)
-def test_load_lists_what_does_not_fit_and_changes_nothing(ranks: Any, backend: str) -> None:
-    for (missing, unexpected, mismatched, text), unchanged in ranks.run(job_bad_state, ranks_of(backend), backend):
-        assert missing == ["first.bias"]
-        assert unexpected == ["stranger"]
-        assert mismatched == {"middle.0.weight": ((6, 6), (2, 2))}
-        assert "__real" not in text
-        assert unchanged
-
-
-def job_dicts_of_ranks(backend: str) -> None:
+@on_backends(DISTRIBUTED)
+def test_ranks_that_load_different_dicts_are_told(backend: str) -> None:
     """Rank 1 gives another dict than rank 0; a file with equal parts is not another one."""
     model, optimizer = trained(backend)
     second = dist.get_rank() == 1
@@ -332,14 +321,9 @@ def job_dicts_of_ranks(backend: str) -> None:
     ):
         with pytest.raises(RankMismatch, match=f"ranks 0 and 1 were given different things: .*{name}"):
             optimizer.load_state_dict(other)
-    assert not list(differences(before, model.state_dict()))
+    check_equal(before, model.state_dict())
     optimizer.load_state_dict(state)
-    assert not list(differences(state, optimizer.state_dict()))
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_ranks_that_load_different_dicts_are_told(ranks: Any, backend: str) -> None:
-    ranks.run(job_dicts_of_ranks, 2, backend)
+    check_equal(state, optimizer.state_dict())
 
 
 def job_own_buffers(broadcast: bool) -> float:
@@ -363,14 +347,10 @@ class WritesItsOwn(Spectral):
             destination[prefix + name] = parameter if keep_vars else parameter.detach()
 
 
-def job_own_state_dict(backend: str) -> bool:
+@on_backends(DISTRIBUTED)
+def test_a_module_that_writes_its_own_is_whole_too(backend: str) -> None:
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(6, 6), WritesItsOwn(6))
     whole = {name: value.clone() for name, value in bare.state_dict().items()}
     found = fsshard.wrap(bare, backend=backend).state_dict()
-    return all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in whole.items())
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_a_module_that_writes_its_own_is_whole_too(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_own_state_dict, 2, backend) == [True, True]
+    assert all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in whole.items())

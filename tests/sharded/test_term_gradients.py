@@ -14,9 +14,11 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.backends.whole import gather_grads
 from fsshard.errors import ConfigurationError, RankMismatch, UnsupportedByBackend
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 from tests.parity.bare import average
 from tests.sets import often
-from tests.training_runs import differences, ranks_of
+from tests.training_runs import check_equal, differences, ranks_of
 
 ENGINES: dict[str, dict[str, Any]] = {
     "none": {"backend": "none"},
@@ -152,10 +154,9 @@ def job(engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool) -> None:
         if number % 2 == 1:
             average(bare)
             for each in (judge, optimizer, others):
-                each.step()
-                each.zero_grad()
+                take_step(each)
     weights = model.state_dict()
-    assert not list(differences(weights, other.state_dict()))
+    check_equal(weights, other.state_dict())
     # Micro-batches that are averaged one by one have other last bits than those that are added first.
     torch.testing.assert_close(weights, dict(bare.state_dict()), rtol=1e-4, atol=1e-5)
     assert not any(
@@ -175,7 +176,9 @@ def test_numbers_are_those_of_averaged_replicas(
     ranks.run(job, ranks_of(ENGINES[engine]["backend"]), engine, terms_of, dtype, silent)
 
 
-def job_other_settings(engine: str) -> None:
+@pytest.mark.parametrize("engine", often(["ddp", "fairscale", "native", "fsdp2", "fsdp"], "native", "fsdp2"))
+@on_ranks(4)
+def test_four_ranks_with_other_settings(engine: str) -> None:
     """Recomputed blocks, frozen weights, a term of other weights, replicas of shards."""
     bare, other = build(torch.float64), torch.ones((), dtype=torch.float64, requires_grad=True)
     for model in (bare, again := build(torch.float64)):
@@ -189,11 +192,6 @@ def job_other_settings(engine: str) -> None:
     norms, cosines = model.term_gradients([*burgers(model, 0), other.square()])
     close((norms[:3], cosines[:3, :3]), (want[0][:3], want[1][:3, :3]), torch.float64)
     assert norms[3] == 0 and not cosines[3].any() and not cosines[:, 3].any()
-
-
-@pytest.mark.parametrize("engine", often(["ddp", "fairscale", "native", "fsdp2", "fsdp"], "native", "fsdp2"))
-def test_four_ranks_with_other_settings(ranks: Any, engine: str) -> None:
-    ranks.run(job_other_settings, 4, engine)
 
 
 def job_narrow(engine: str) -> Numbers:

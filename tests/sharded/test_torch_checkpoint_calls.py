@@ -26,8 +26,9 @@ from torch.distributed.fsdp import fully_shard
 import fsshard
 from fsshard.sharded.torch_checkpoint_calls import by_name
 from tests.models import Spectral, take_step
+from tests.on_ranks import on_ranks
 from tests.sets import often
-from tests.training_runs import differences
+from tests.training_runs import check_equal, differences
 
 ENGINES: dict[str, dict[str, Any]] = {
     "none": {"backend": "none"},
@@ -133,8 +134,8 @@ def test_a_training_moves_between_engines_and_numbers_of_ranks(ranks: Any, tmp_p
     ways = [("fsdp2", 2), ("fairscale", 4), ("fsdp", 2), ("ddp", 4), ("none", 1)]
     for step, (engine, size) in enumerate(ways):
         found = ranks.run(job_trained, size, engine, (step, step + 1), folder)
-    assert not [*differences(stayed[0], found[0][0])]
-    assert not [*differences(stayed[1], found[0][1])]
+    check_equal(stayed[0], found[0][0])
+    check_equal(stayed[1], found[0][1])
 
 
 # ------------------------------------------------------------------------------------------------ what is returned
@@ -207,7 +208,9 @@ def test_what_was_returned_is_set(ranks: Any, engine: str) -> None:
         assert not found
 
 
-def job_from_rank_0(engine: str) -> list[str]:
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "none"])
+@on_ranks()
+def test_rank_0_has_it_all(engine: str) -> None:
     model, optimizer, scheduler = wrapped(engine)
     train(model, optimizer, scheduler, range(2))
     weights, states = dict(model.state_dict()), optimizer.state_dict()
@@ -218,13 +221,8 @@ def job_from_rank_0(engine: str) -> list[str]:
     # set_state_dict takes an empty dict to mean that the model is not asked for, on that rank alone (torch 2.13).
     set_model_state_dict(other, given[0], options=options)
     set_optimizer_state_dict(other, others, given[1], options=options)
-    return [*differences(weights, dict(other.state_dict())), *differences(states, state_of(others))]
-
-
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "none"])
-def test_rank_0_has_it_all(ranks: Any, engine: str) -> None:
-    for found in ranks.run(job_from_rank_0, 2, engine):
-        assert not found
+    found = [*differences(weights, dict(other.state_dict())), *differences(states, state_of(others))]
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------------ before a step
@@ -237,7 +235,10 @@ def small(engine: str, **settings: Any) -> tuple[Any, Any]:
     return model, fsshard.build_optimizer(model, torch.optim.AdamW)
 
 
-def job_ranks_without_a_part(engine: str, folder: str) -> list[str]:
+@pytest.mark.parametrize("engine", often(["fsdp", "fsdp2", "fairscale"], "fsdp"))
+@on_ranks(4)
+def test_some_ranks_have_no_part(tmp_path: Path, engine: str) -> None:
+    folder = str(tmp_path / "saved")
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = small(engine)
     fresh = get_optimizer_state_dict(model, optimizer, options=flat)  # what dcp.load fills
@@ -251,24 +252,20 @@ def job_ranks_without_a_part(engine: str, folder: str) -> list[str]:
     third, thirds = small(engine)
     fsshard.load(folder, third, thirds)
     read = get_optimizer_state_dict(third, thirds)
-    return [*differences(states, others.state_dict()), *differences(states, read)]
+    found = [*differences(states, others.state_dict()), *differences(states, read)]
+    assert not found
 
 
-@pytest.mark.parametrize("engine", often(["fsdp", "fsdp2", "fairscale"], "fsdp"))
-def test_some_ranks_have_no_part(ranks: Any, tmp_path: Path, engine: str) -> None:
-    for found in ranks.run(job_ranks_without_a_part, 4, engine, str(tmp_path / "saved")):
-        assert not found
-
-
-def job_before_a_step(engine: str) -> None:
-    """What torch asks for before the first step has all keys, and the step that it makes moves no weight."""
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "none"])
+@on_ranks()
+def test_before_a_step(engine: str) -> None:
     model, optimizer = small(engine, find_unused_parameters=True)
     before = dict(model.state_dict())
     states = get_optimizer_state_dict(model, optimizer)["state"]
     assert {*states} == {*before}
     for state in states.values():
         assert {*state} == {"step", "exp_avg", "exp_avg_sq"}
-    assert not [*differences(before, dict(model.state_dict()))]
+    check_equal(before, dict(model.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-3
     plain = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)  # has no state, before a step and after
     both = get_state_dict(model, plain)
@@ -276,12 +273,9 @@ def job_before_a_step(engine: str) -> None:
     set_state_dict(model, plain, model_state_dict=both[0], optim_state_dict=both[1])
 
 
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "none"])
-def test_before_a_step(ranks: Any, engine: str) -> None:
-    ranks.run(job_before_a_step, 2, engine)
-
-
-def job_several_optimizers(engine: str) -> list[str]:
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "fairscale"])
+@on_ranks()
+def test_several_optimizers(engine: str) -> None:
     model = fsshard.wrap(net(), **ENGINES[engine])
     names = [name for name, value in model.named_parameters() if value.requires_grad]
     optimizers = [
@@ -296,13 +290,8 @@ def job_several_optimizers(engine: str) -> list[str]:
     both = get_optimizer_state_dict(model, optimizers)
     assert [group["params"] for group in both["param_groups"]] == [names[:2], names[2:4], names[4:]]
     set_optimizer_state_dict(model, optimizers, both)
-    return [*differences(before, [optimizer.state_dict() for optimizer in optimizers])]
-
-
-@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "fairscale"])
-def test_several_optimizers(ranks: Any, engine: str) -> None:
-    for found in ranks.run(job_several_optimizers, 2, engine):
-        assert not found
+    found = [*differences(before, [optimizer.state_dict() for optimizer in optimizers])]
+    assert not found
 
 
 # ------------------------------------------------------------------------------------------------ numbers and names

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.sharded.unwrapping import ModelBeforeWrap
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Complex modules are a new feature under active development")
 
@@ -33,8 +35,7 @@ class Net(nn.Module):
 def _steps(model: Any, optimizer: Any) -> None:
     for _ in range(2):
         model(torch.arange(20.0).reshape(5, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
 
 
 def _look(model: nn.Module) -> list[Any]:
@@ -84,17 +85,14 @@ def _kind_of(backend: str) -> list[str]:
     return [type(parameter).__name__ for parameter in model.parameters()]
 
 
-def _every() -> dict[str, Any]:
+@on_ranks()
+def test_what_comes_back_is_the_model_of_before_with_whole_weights() -> None:
     recomputed = {"activation_checkpointing": {nn.Linear}, "mixed_precision": "bf16"}
     plain = {backend: _twice(backend, {}) for backend in ("ddp", "fsdp", "fsdp2", "fairscale")}
     _twice("fsdp2", recomputed)
     assert _kind_of("fsdp2") == ["Kept", "Parameter"]
-    return plain
-
-
-def test_what_comes_back_is_the_model_of_before_with_whole_weights(ranks: Any) -> None:
-    for rank in ranks.run(_every, 2):
-        for case, (ours, judge) in {case: (rank[case], rank["ddp"]) for case in ("fsdp", "fsdp2", "fairscale")}.items():
-            assert ours["seen"] == judge["seen"] == [*range(6)]
-            for part in ("engine", "alone"):
-                assert all(torch.equal(ours[part][name], value) for name, value in judge[part].items()), (case, part)
+    rank = plain
+    for case, (ours, judge) in {case: (rank[case], rank["ddp"]) for case in ("fsdp", "fsdp2", "fairscale")}.items():
+        assert ours["seen"] == judge["seen"] == [*range(6)]
+        for part in ("engine", "alone"):
+            assert all(torch.equal(ours[part][name], value) for name, value in judge[part].items()), (case, part)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import fsshard
-from tests.models import batch, net, take_step
+from tests.models import batch, net, take_step, with_adam
 from tests.training_runs import DISTRIBUTED
 
 ALL = (*DISTRIBUTED, "none")
 
 
 def trained(backend: str, steps: int = 2, **settings: Any) -> tuple[fsshard.ShardedModule, fsshard.ShardedOptimizer]:
-    model = fsshard.wrap(net(), backend=backend, **settings)
-    optimizer = fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01)
+    model, optimizer = with_adam(net(), backend=backend, **settings)
     train(model, optimizer, range(steps))
     return model, optimizer
 

@@ -16,6 +16,7 @@ from fsshard.checkpoint.format.object_store import StoredCheckpoint, is_url
 from fsshard.checkpoint.inspecting import inspect
 from fsshard.errors import CheckpointError, CorruptCheckpoint
 from tests.models import batch, net, take_step
+from tests.on_ranks import on_ranks
 
 
 def trained(backend: str) -> tuple[Any, Any]:
@@ -53,7 +54,8 @@ def test_which_paths_are_urls(path: Any, expected: bool) -> None:
     assert is_url(path) is expected
 
 
-def job_in_memory() -> None:
+@on_ranks(1)
+def test_a_run_on_a_store() -> None:
     model, optimizer = trained("none")
     store = fsspec.filesystem("memory")
     handle = fsshard.save("memory://run/step-1", model, optimizer, step=1)
@@ -81,11 +83,8 @@ def job_in_memory() -> None:
     assert fsshard.latest("memory://elsewhere") is None
 
 
-def test_a_run_on_a_store(ranks: Any) -> None:
-    ranks.run(job_in_memory, 1)
-
-
-def job_broken_off() -> None:
+@on_ranks(1)
+def test_what_is_broken_off_or_damaged() -> None:
     model, optimizer = trained("none")
     store = fsspec.filesystem("memory")
     fsshard.save("memory://some/broken", model, optimizer)
@@ -130,10 +129,6 @@ def job_broken_off() -> None:
         fsshard.load("memory://nowhere", model, optimizer)
     with pytest.raises(CheckpointError, match=r"cannot open nothing://x.*Protocol not known"):
         fsshard.save("nothing://x", model, optimizer)
-
-
-def test_what_is_broken_off_or_damaged(ranks: Any) -> None:
-    ranks.run(job_broken_off, 1)
 
 
 def job_several_ranks(url: str, backend: str, saves: bool) -> list[dict[str, Any]]:

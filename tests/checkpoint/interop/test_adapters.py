@@ -16,6 +16,7 @@ import fsshard
 from fsshard.errors import ConfigurationError
 from tests.model.test_lora import ENGINES, KINDS, Net, adam, net, tensors, train
 from tests.models import batch, take_step
+from tests.on_ranks import on_ranks
 from tests.sets import often
 from tests.training_runs import differences
 
@@ -257,7 +258,9 @@ def test_what_peft_has_no_place_for_is_named(ranks: Any, tmp_path: Path) -> None
     assert all(word in error for word, error in zip(words, told, strict=True)), told
 
 
-def job_refused(folder: str) -> list[str]:
+@on_ranks()
+def test_what_cannot_be_exported_says_what_can(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, told = fsshard.wrap(net(), backend="fsdp2"), []
     plain = fsshard.wrap(Net(), backend="fsdp2")
     fsshard.save(f"{folder}/part", model, only="trainable")
@@ -276,10 +279,6 @@ def job_refused(folder: str) -> list[str]:
         except ConfigurationError as error:
             told.append(str(error))
     assert not {path.name for path in Path(folder).iterdir() if path.is_file()}
-    return told
-
-
-def test_what_cannot_be_exported_says_what_can(ranks: Any, tmp_path: Path) -> None:
     words = (
         "only='trainable'), or merged=True",
         "got none",
@@ -289,5 +288,4 @@ def test_what_cannot_be_exported_says_what_can(ranks: Any, tmp_path: Path) -> No
         "Load it",
         "norm.weight, norm.bias. Load it into the wrapped model, and export that",
     )
-    for told in ranks.run(job_refused, 2, str(tmp_path)):
-        assert all(word in error for word, error in zip(words, told, strict=True)), told
+    assert all(word in error for word, error in zip(words, told, strict=True)), told

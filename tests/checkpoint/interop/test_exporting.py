@@ -20,6 +20,7 @@ from torch import nn
 import fsshard
 from fsshard.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.in_and_out import everything, job_live, job_save, same, step
+from tests.on_ranks import on_ranks
 from tests.training_runs import DISTRIBUTED
 
 TIED, KEPT = "layers.2.weight", "layers.0.weight"
@@ -241,15 +242,13 @@ def test_questions_without_meaning(saved: Any, tmp_path: Path, file: str, argume
     assert not list(tmp_path.iterdir())
 
 
-def job_fails(path: Path) -> str:
+@on_ranks()
+def test_a_failure_on_rank_0_is_every_ranks(tmp_path: Path) -> None:
+    path = tmp_path
     model = fsshard.wrap(everything(), backend="fsdp")
     (path / "file").touch()
     with pytest.raises(CheckpointError) as caught:
         fsshard.export(model, path / "file" / "model.safetensors")
     fsshard.export(model, path / "model.safetensors", overwrite=True)  # and the ranks still understand each other
-    return str(caught.value)
-
-
-def test_a_failure_on_rank_0_is_every_ranks(ranks: Any, tmp_path: Path) -> None:
-    for message in ranks.run(job_fails, 2, tmp_path):
-        assert "cannot write" in message
+    message = str(caught.value)
+    assert "cannot write" in message

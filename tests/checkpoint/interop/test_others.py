@@ -21,6 +21,7 @@ import fsshard
 from fsshard.checkpoint.interop.importing import import_checkpoint
 from fsshard.errors import CheckpointError, ConfigurationError, CorruptCheckpoint
 from tests.checkpoint.in_and_out import same
+from tests.models import take_step
 
 OTHERS = Path(__file__).parent / "others"  # made by tools/make_deepspeed.py and make_megatron_fsdp.py
 
@@ -41,14 +42,12 @@ def groups(model: Any) -> list[dict[str, Any]]:
 
 def loss_of(model: Any, number: int, rank: int) -> Tensor:
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * number + rank))
-    loss = model(x).square().mean()
-    return loss
+    return model(x).square().mean()
 
 
 def step(model: Any, optimizer: Any, number: int, rank: int) -> None:
     loss_of(model, number, rank).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer)
 
 
 def job_go_on(path: Path, backend: str) -> dict[str, Tensor]:

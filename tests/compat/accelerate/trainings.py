@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fsshard
 from fsshard.compat.accelerate import Accelerator, files
 from tests.compat.common import told
+from tests.models import take_step
 
 OWN = "accelerate"
 REAL: dict[str, Any] = {"dtype": torch.float32}
@@ -261,8 +262,7 @@ def several(engine: str, folder: str) -> dict[str, Any]:
                 shown = [*first.parameters(), *accelerator.unwrap_model(second).parameters()]
                 accelerator.clip_grad_norm_(shown, 1e9)
                 for each in optimizers:
-                    each.step()
-                    each.zero_grad()
+                    take_step(each)
 
     steps()
     accelerator.save_state()

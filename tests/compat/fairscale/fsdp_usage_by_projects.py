@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.compat.fairscale.usage_by_projects import STEPS, Outcome, batches, library, loss_of
+from tests.models import take_step
 
 
 def job(usage: str, name: str) -> Outcome:
@@ -57,8 +58,7 @@ def steps(run: Any, optimizer: Any, micro_batches: int = 1) -> Outcome:
             loss.backward()
         losses.append(loss.item())
         if last:
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     return {"losses": losses, "weights": full_state(run)}
 
 
@@ -148,27 +148,4 @@ def moments_of_full(full: dict[str, Any]) -> list[float]:
     return sorted(float(each[key].double().sum()) for each in state for key in ("exp_avg", "exp_avg_sq"))
 
 
-def vissl(fairscale: Any) -> Outcome:
-    """VISSL: auto_wrap_bn for BatchNorm, auto_wrap by config_auto_wrap_policy for what has a wrapper_config."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-    )
-    if fairscale is None:
-        run = DistributedDataParallel(model)
-    else:
-        data_parallel = fairscale.nn.data_parallel
-        fsdp = data_parallel.FullyShardedDataParallel
-        model = data_parallel.auto_wrap_bn(model, single_rank_pg=False, wrap_it=False)
-        model[3].wrapper_config = {"flatten_parameters": True}
-        with fairscale.nn.enable_wrap(fairscale.nn.config_auto_wrap_policy, wrapper_cls=fsdp, flatten_parameters=True):
-            model = fairscale.nn.auto_wrap(model)
-            run = fairscale.nn.wrap(model)
-        assert [isinstance(part, fsdp) for part in model] == [False, True, False, True, True, False]
-    optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
-    found = steps(run, optimizer)
-    # The running statistics are each rank's own here; DDP sends those of rank 0.
-    return {**found, "weights": {k: v for k, v in found["weights"].items() if k.endswith(("weight", "bias"))}}
-
-
-USAGES: dict[str, Callable[[Any], Outcome]] = {"fairseq": fairseq, "VISSL": vissl}
+USAGES: dict[str, Callable[[Any], Outcome]] = {"fairseq": fairseq}

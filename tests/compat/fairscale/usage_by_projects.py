@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.models import take_step
+
 STEPS = 4
 Outcome = dict[str, Any]
 
@@ -34,8 +36,7 @@ def library(name: str) -> Any:
 
 def job(usage: str, name: str) -> Outcome:
     """Run a usage on this rank."""
-    outcome = USAGES[usage](library(name))
-    return outcome
+    return USAGES[usage](library(name))
 
 
 def net(seed: int = 0, width: int = 6) -> nn.Sequential:
@@ -140,45 +141,12 @@ def lightning(fairscale: Any, optimizer_class: type[torch.optim.Optimizer], **op
         losses.append(loss.item())
         if last:
             norms.append(clip(optimizer, model.parameters(), 0.05))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
             scheduler.step()
     if fairscale is not None:
         optimizer.consolidate_state_dict()  # to rank 0, Lightning's default
     saved = sorted_state(optimizer.state_dict()) if dist.get_rank() == 0 else {}
     return {"weights": whole(model), "losses": losses, "norms": norms, "saved": saved}
-
-
-def lightning_manual(fairscale: Any) -> Outcome:
-    """Lightning with two optimizers, by hand: ``toggle_optimizer`` freezes the other one's parameters."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return loss_of(self.parts["b"](torch.tanh(self.parts["a"](x))))
-
-    module = Both()
-    built = [torch.optim.Adam(model[key].parameters(), lr=0.05) for key in "ab"]
-    if fairscale is None:
-        optimizers = list(built)
-    else:
-        optimizers = [fairscale.optim.oss.OSS(params=o.param_groups, optim=type(o), **o.defaults) for o in built]
-        run = fairscale.nn.data_parallel.ShardedDataParallel(module, sharded_optimizer=optimizers)
-    for x in batches():
-        for index, key in enumerate("ab"):
-            for name, part in model.items():
-                part.requires_grad_(name == key)
-            if fairscale is None:
-                run = DistributedDataParallel(module)  # its set of parameters is fixed when it is built
-            run(x).backward()
-            optimizers[index].step()
-            optimizers[index].zero_grad()
-    return outcome(module, optimizers)
 
 
 def hugging_face_simple(fairscale: Any) -> Outcome:
@@ -265,7 +233,6 @@ def espnet_gan(fairscale: Any) -> Outcome:
 USAGES: dict[str, Callable[[Any], Outcome]] = {
     "Lightning, Adam, one node": lambda f: lightning(f, torch.optim.Adam, **({"reduce_buffer_size": 0} if f else {})),
     "Lightning, AdamW": lambda f: lightning(f, torch.optim.AdamW),
-    "Lightning, two optimizers": lightning_manual,
     "Hugging Face, simple": hugging_face_simple,
     "ESPnet, GAN": espnet_gan,
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsshard.compat.lightning import FabricStrategy
 from fsshard.compat.lightning.plugins import Launched
 from tests.compat.common import refusals
+from tests.models import take_step
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -79,8 +80,7 @@ def run(
         if last:
             if clip is not None:
                 fabric.clip_gradients(model, optimizer, **clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer)
     if save is not None:
         fabric.save(save, {"model": model, "optimizer": optimizer, "steps": steps.stop})
     state = fabric.strategy.get_module_state_dict(model._forward_module)

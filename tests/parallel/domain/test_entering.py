@@ -17,6 +17,7 @@ from fsshard.comm import watchdog
 from fsshard.comm.watchdog import Place, Watchdog
 from fsshard.errors import ConfigurationError, FsshardError, RankMismatch
 from fsshard.parallel import shard_domain
+from tests.on_ranks import on_ranks
 from tests.parallel.domain.operators import TWO, field, mesh_of, operator
 
 pytest.importorskip("neuralop")
@@ -91,8 +92,8 @@ def test_bad_input(ranks: Any) -> None:
     )
 
 
-def job_compared() -> list[int]:
-    """How often ranks compare what they have: of a domain as on an accelerator, and of one on the CPU."""
+@on_ranks()
+def test_how_often_ranks_compare() -> None:
     compared = []
     mesh = mesh_of(1, 2)["domain"]
     for always in (False, True):
@@ -108,11 +109,7 @@ def job_compared() -> list[int]:
         compared.append(len(calls))
         model(domain.scatter(x).mul(2))  # nobody knows any longer of which field
         compared.append(len(calls) - compared[-1])
-    return compared
-
-
-def test_how_often_ranks_compare(ranks: Any) -> None:
-    assert ranks.run(job_compared, 2) == [[2, 1, 8, 1]] * 2  # before each forward, and each loss
+    assert compared == [2, 1, 8, 1]
 
 
 def job_lost() -> None:

@@ -15,6 +15,7 @@ from fsshard.errors import ConfigurationError
 from fsshard.parallel import shard_domain
 from fsshard.parallel.domain.domain import Domain
 from fsshard.patches import NEURALOP_FIELD_METHODS
+from tests.on_ranks import on_ranks
 from tests.parallel.domain.operators import THREE, TWO, field, in_double, mesh_of, operator
 
 pytest.importorskip("neuralop")
@@ -23,7 +24,21 @@ BOUND = 1e-13
 """Relative, in float64, of sums of some hundred terms."""
 
 
-def job_losses() -> dict[str, float]:
+def apart(plain: Any, split: Any, domain: Domain, x: Tensor, y: Tensor) -> float:
+    whole = x.clone().requires_grad_()
+    wanted = plain(whole, y)
+    wanted.backward()
+    slab = domain.scatter(x).requires_grad_()
+    loss = split(slab, domain.scatter(y))
+    loss.backward()
+    assert whole.grad is not None and slab.grad is not None
+    # Every rank backpropagates the whole loss, or its part of it times their number, by which an engine divides.
+    far = (slab.grad / domain.size - domain.scatter(whole.grad)).abs().max() / whole.grad.abs().max()
+    return max(float(far), abs(float(loss / wanted) - 1))
+
+
+@on_ranks(4)
+def test_values_and_gradients() -> None:
     """By loss: how far its value, and the gradient of the field, are from those of one process."""
     from neuralop.losses import H1Loss, LpLoss
     from neuralop.losses.data_losses import MSELoss
@@ -54,29 +69,12 @@ def job_losses() -> dict[str, float]:
         x, y = field(7, 5, 6), field(7, 5, 6, seed=1)
         found["L2 of pencils"] = apart(LpLoss(d=3).abs, pencils.LpLoss(d=3).abs, pencils, x, y)
         found["H1 of pencils"] = apart(H1Loss(d=3), pencils.H1Loss(d=3), pencils, x, y)
-    return found
+    assert len(found) == 12
+    assert {name: far for name, far in found.items() if not far <= BOUND} == {}
 
 
-def apart(plain: Any, split: Any, domain: Domain, x: Tensor, y: Tensor) -> float:
-    whole = x.clone().requires_grad_()
-    wanted = plain(whole, y)
-    wanted.backward()
-    slab = domain.scatter(x).requires_grad_()
-    loss = split(slab, domain.scatter(y))
-    loss.backward()
-    assert whole.grad is not None and slab.grad is not None
-    # Every rank backpropagates the whole loss, or its part of it times their number, by which an engine divides.
-    far = (slab.grad / domain.size - domain.scatter(whole.grad)).abs().max() / whole.grad.abs().max()
-    return max(float(far), abs(float(loss / wanted) - 1))
-
-
-def test_values_and_gradients(ranks: Any) -> None:
-    for found in ranks.run(job_losses, 4):
-        assert len(found) == 12
-        assert {name: far for name, far in found.items() if not far <= BOUND} == {}
-
-
-def job_guarded() -> list[str]:
+@on_ranks()
+def test_neuraloperators_own_refuse_slabs() -> None:
     from neuralop.losses import FiniteDiff, H1Loss, ICLoss, LpLoss
 
     model = operator(TWO)
@@ -104,17 +102,25 @@ def job_guarded() -> list[str]:
     refused(lambda: domain.LpLoss(d=1))
     for fine in (domain.gather(2 * out), plain(x)):
         LpLoss(d=2)(fine, y).backward(retain_graph=True)
-    return told
+    assert all("of a slab is not that of the whole field" in text for text in told[:6])
+    assert "scatter the target" in told[6] and "pass d=2" in told[7]
 
 
-def test_neuraloperators_own_refuse_slabs(ranks: Any) -> None:
-    for told in ranks.run(job_guarded, 2):
-        assert all("of a slab is not that of the whole field" in text for text in told[:6])
-        assert "scatter the target" in told[6] and "pass d=2" in told[7]
+def advised(domain: Domain, advice: str, y: Tensor) -> Any:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        mine = eval(advice, {"F": F, "domain": domain, "output": output, "y": y})
+        value = domain.table(mine.detach()[None]).mean()  # of all ranks, as a report would have it
+        return mine - mine.detach() + value
+
+    return loss
 
 
-def job_means() -> dict[str, Any]:
-    """torch's losses of slabs of 4 + 4 rows are taken; of 5 + 4 refused, and what the error says is followed."""
+@on_ranks()
+def test_means_of_uneven_slabs_are_refused_and_what_the_error_says_is_right() -> None:
+    """With 17 rows on 4 ranks F.mse_loss is off by 1 %, its gradient by 27 %, and nothing says so.
+
+    torch's losses of slabs of 4 + 4 rows are taken; of 5 + 4 refused, and what the error says is followed.
+    """
     found = {}
     with in_double():
         model = operator(TWO)
@@ -136,22 +142,7 @@ def job_means() -> dict[str, Any]:
                     found[name] = apart(loss, advised(domain, advice, y), domain, x, y)
             for fine in ((out, target, None, None, "sum"), (domain.gather(out), y), (x, y)):
                 F.mse_loss(*fine)
-    return found
-
-
-def advised(domain: Domain, advice: str, y: Tensor) -> Any:
-    def loss(output: Tensor, target: Tensor) -> Any:
-        mine = eval(advice, {"F": F, "domain": domain, "output": output, "y": y})
-        value = domain.table(mine.detach()[None]).mean()  # of all ranks, as a report would have it
-        return mine - mine.detach() + value
-
-    return loss
-
-
-def test_means_of_uneven_slabs_are_refused_and_what_the_error_says_is_right(ranks: Any) -> None:
-    """With 17 rows on 4 ranks F.mse_loss is off by 1 %, its gradient by 27 %, and nothing says so."""
-    for found in ranks.run(job_means, 2):
-        assert {name: far for name, far in found.items() if not far <= BOUND} == {} and len(found) == 4
+    assert {name: far for name, far in found.items() if not far <= BOUND} == {} and len(found) == 4
 
 
 def test_every_loss_of_a_field_is_guarded() -> None:
@@ -166,15 +157,13 @@ def test_every_loss_of_a_field_is_guarded() -> None:
     assert classes - extensions == {name for kinds in NEURALOP_FIELD_METHODS.values() for name in kinds}
 
 
-def job_half() -> list[float]:
-    """Losses of fields whose sums of squares do not fit into float16."""
+@on_ranks()
+def test_half_precision_does_not_overflow() -> None:
     domain = shard_domain(operator(TWO), mesh_of(1, 2)["domain"])
     x = domain.scatter(torch.full((1, 1, 512, 512), 2.0, dtype=torch.float16))
     zero = torch.zeros_like(x)
     for loss in (domain.mse_loss, domain.MSELoss(), domain.LpLoss(d=2).rel):
         assert loss(x, x + 1).dtype == torch.float16 and loss(x, x.float() + 1).dtype == torch.float32
-    return [float(domain.mse_loss(x, zero)), float(domain.MSELoss()(x, zero)), float(domain.LpLoss(d=2).rel(x, 2 * x))]
-
-
-def test_half_precision_does_not_overflow(ranks: Any) -> None:
-    assert ranks.run(job_half, 2) == [[4.0, 4.0, 0.5]] * 2
+    assert float(domain.mse_loss(x, zero)) == 4.0
+    assert float(domain.MSELoss()(x, zero)) == 4.0
+    assert float(domain.LpLoss(d=2).rel(x, 2 * x)) == 0.5

@@ -17,6 +17,8 @@ from torch import Tensor
 import fsshard
 from fsshard.errors import ConfigurationError, ModelError
 from fsshard.parallel import shard_domain
+from tests.models import take_step
+from tests.on_ranks import on_ranks
 from tests.parallel.domain.operators import (
     THREE,
     TWO,
@@ -71,7 +73,12 @@ def made(settings: dict[str, Any], more: dict[str, Any]) -> Any:
     return model
 
 
-def job_parity() -> dict[str, tuple[float, float]]:
+def one_shape(model: Any, x: Tensor, more: dict[str, Any]) -> Tensor:
+    return model(x, **{key: value for key, value in more.items() if key != "lower"})
+
+
+@on_ranks(4)
+def test_the_same_as_on_one_process() -> None:
     """By case and number of ranks: how far outputs and gradients are from neuraloperator's, both in float64."""
     line, plane, pair = mesh_of(1, 4)["domain"], mesh_of(1, 2, 2)["dx", "dy"], mesh_of(2, 2)["domain"]
     found = {}
@@ -91,22 +98,22 @@ def job_parity() -> dict[str, tuple[float, float]]:
                 averaged(model)
                 apart = far(domain.gather(out), wanted), worst(gradients(model), gradients(plain))
                 found[f"{name}, {ranks}"] = apart
-    return found
+    assert len(found) == len(CASES) + 2 + 3
+    assert {name: apart for name, apart in found.items() if not max(apart) <= DOUBLE} == {}
 
 
-def one_shape(model: Any, x: Tensor, more: dict[str, Any]) -> Tensor:
-    out = model(x, **{key: value for key, value in more.items() if key != "lower"})
-    return out
+def apart_once(model: Any, x: Tensor, mesh: Any) -> float:
+    wanted = model(x).detach()
+    domain = shard_domain(model, mesh)
+    return far(domain.gather(model(domain.scatter(x))).detach(), wanted)
 
 
-def test_the_same_as_on_one_process(ranks: Any) -> None:
-    for found in ranks.run(job_parity, 4):
-        assert len(found) == len(CASES) + 2 + 3
-        assert {name: apart for name, apart in found.items() if not max(apart) <= DOUBLE} == {}
+@on_ranks(4)
+def test_bits() -> None:
+    """Dense weights and equal slabs are bit-equal; gradients that are sums over space add in another order.
 
-
-def job_single() -> dict[str, Any]:
-    """In float32: bits at several numbers of ranks, and layers whose code names cfloat."""
+    In float32: bits at several numbers of ranks, and layers whose code names cfloat.
+    """
     from neuralop.layers.fno_block import FNOBlocks
 
     found = {}
@@ -128,18 +135,6 @@ def job_single() -> dict[str, Any]:
         apart_once(operator(scaled), field(8, 9, 10), line),  # neuraloperator interpolates in float32 there
         apart_once(operator(scaled), field(8, 9, 10), plane),
     ]
-    return found
-
-
-def apart_once(model: Any, x: Tensor, mesh: Any) -> float:
-    wanted = model(x).detach()
-    domain = shard_domain(model, mesh)
-    return far(domain.gather(model(domain.scatter(x))).detach(), wanted)
-
-
-def test_bits(ranks: Any) -> None:
-    """Dense weights and equal slabs are bit-equal; gradients that are sums over space add in another order."""
-    found = ranks.run(job_single, 4)[0]
     out, grads = found["1"]
     for count in (2, 4):
         split_out, split_grads = found[str(count)]
@@ -177,8 +172,7 @@ def job_engine(backend: str, settings: dict[str, Any], recompute: bool, weights:
         x, y = (field(9, 8, batch=4, seed=2 * step + at).split((1, 3))[data] for at in (0, 1))
         loss = loss_of(wrapped(domain.scatter(x)), domain.scatter(y)) * wrapped.mean_factor(len(x))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
     if recompute:
         with pytest.raises(ModelError, match="split by shard_domain"):
@@ -197,8 +191,7 @@ def by_hand(settings: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
         x, y = (field(9, 8, batch=4, seed=2 * step + at) for at in (0, 1))
         loss = LpLoss(d=2, p=2, reduction="mean")(model(x), y)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
         losses.append(float(loss.detach()))
     return losses, model.state_dict()
 
@@ -228,7 +221,8 @@ def test_trains_as_one_process(
 # ------------------------------------------------------------------------------------------ computed again
 
 
-def job_recomputed() -> list[str]:
+@on_ranks(4)
+def test_recomputation_has_the_same_bits() -> None:
     """Two resolutions before one backward, which the local size does not tell apart; what differs from plain."""
     from torch.utils.checkpoint import checkpoint
 
@@ -252,17 +246,14 @@ def job_recomputed() -> list[str]:
         different += [
             f"{kind}: {name}" for name, value in gradients(model).items() if not torch.equal(value, wanted[name])
         ]
-    return different
-
-
-def test_recomputation_has_the_same_bits(ranks: Any) -> None:
-    assert ranks.run(job_recomputed, 4) == [[]] * 4
+    assert not different
 
 
 # ------------------------------------------------------------------------------------------ copies, files, refusals
 
 
-def job_copied() -> None:
+@on_ranks()
+def test_copies_and_files() -> None:
     """A copy works; a file loads, says what it lacks, and works once it has it."""
     mesh = mesh_of(1, 2)["domain"]
     model = operator(TWO)
@@ -289,11 +280,8 @@ def job_copied() -> None:
         shard_domain(loaded, mesh)
 
 
-def test_copies_and_files(ranks: Any) -> None:
-    ranks.run(job_copied, 2)
-
-
-def job_refused() -> dict[str, str]:
+@on_ranks()
+def test_what_cannot_be_split() -> None:
     mesh = mesh_of(1, 2)
     line = mesh["domain"]
     found = {}
@@ -307,11 +295,6 @@ def job_refused() -> dict[str, str]:
             shard_domain(model, mesh_given, weights="modes" if name == "factors" else "whole")
         assert [type(module) for module in model.modules()] == classes, "nothing was changed"
         found[name] = str(caught.value)
-    return found
-
-
-def test_what_cannot_be_split(ranks: Any) -> None:
-    for found in ranks.run(job_refused, 2):
-        assert "1 spatial dimension(s), of which 1 cannot be split" in found["1-D"]
-        assert "fno_blocks.convs.0.weight, TuckerTensor, cannot be cut by modes" in found["factors"]
-        assert "shard_domain(mesh=2): expected a slice of a DeviceMesh" in found["no mesh"]
+    assert "1 spatial dimension(s), of which 1 cannot be split" in found["1-D"]
+    assert "fno_blocks.convs.0.weight, TuckerTensor, cannot be cut by modes" in found["factors"]
+    assert "shard_domain(mesh=2): expected a slice of a DeviceMesh" in found["no mesh"]

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsshard.compat.fairscale.optim import OSS
+from tests.models import take_step
 from tests.on_ranks import on_ranks
 from tests.oss.trainings import batches, both, build, clip, ddp, fill, mlp, refusal, same, step, weights, whole_state
 
@@ -329,8 +330,7 @@ def test_row_28_torchs_distributed_checkpoint() -> None:
     optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=0.01)
     for each, part, kind, steps in ((raw, raw_model, "RuntimeError", 2.0), (optimizer, model, "NotConsolidated", 1.0)):
         fill(part)
-        each.step()
-        each.zero_grad()
+        take_step(each)
         assert told(lambda each=each, part=part: get_optimizer_state_dict(part, each))[0] == kind
         # the raw one has made a step that nobody asked for
         assert {float(state["step"]) for state in each.optim.state.values()} == {steps}

@@ -27,6 +27,7 @@ from fsshard.compat.fairscale.nn.checkpoint.checkpoint_utils import patch_batchn
 from fsshard.errors import ModelError
 from fsshard.model import recomputation
 from tests.model.recomputed import Counter, Notes
+from tests.models import take_step
 
 Wrapper = Callable[..., nn.Module]
 
@@ -77,8 +78,7 @@ def trained(module: nn.Module, *args: Any, steps: int = 2, **kwargs: Any) -> dic
         found[f"loss {step}"] = loss.detach()
         loss.backward()
         found |= {f"grad {step} {name}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer)
     return found | {name: value.clone() for name, value in module.state_dict().items()} | {"random": torch.rand(1)}
 
 

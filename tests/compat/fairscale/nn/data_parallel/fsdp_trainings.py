@@ -47,8 +47,7 @@ class TwoHeads(nn.Module):
         self.body = tied()
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.body(self.first(x))
-        return output
+        return self.body(self.first(x))
 
 
 class Twice(nn.Module):
@@ -60,8 +59,7 @@ class Twice(nn.Module):
         self.a, self.b = kind(nn.Linear(5, 5)), nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.b(self.a(torch.relu(self.a(x))))
-        return output
+        return self.b(self.a(torch.relu(self.a(x))))
 
 
 class Viewed(nn.Module):
@@ -72,8 +70,7 @@ class Viewed(nn.Module):
         self.linear = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x).sin().unsqueeze(0).squeeze(0)
-        return output
+        return self.linear(x).sin().unsqueeze(0).squeeze(0)
 
 
 class Residual(nn.Module):

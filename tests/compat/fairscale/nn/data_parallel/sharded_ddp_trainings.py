@@ -97,8 +97,7 @@ def batch(step: int, rank: int | None = None, rows: int = 4) -> Tensor:
 
 
 def loss_of(wrapped: Any, step: int, *args: Any) -> Tensor:
-    loss = wrapped(batch(step), *args).float().square().mean()
-    return loss
+    return wrapped(batch(step), *args).float().square().mean()
 
 
 def values(module: nn.Module) -> list[Tensor]:

@@ -902,8 +902,7 @@ class Unused(nn.Module):
         self.l2 = FSDP(nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.l2(self.l(x)) - self.not_trained(x)
-        return output
+        return self.l2(self.l(x)) - self.not_trained(x)
 
 
 @pytest.mark.parametrize("first_frozen", [False, True])
