@@ -60,14 +60,6 @@ def test_what_raw_fsdp2_refuses(ranks: Any, what: str, text: str) -> None:
     assert text in ranks.run(job_raw, 2, what)[0]
 
 
-@on_ranks()
-def test_python_attributes_of_parameters_survive() -> None:
-    module = net()
-    module.first.weight.mark = "kept"
-    model = fsshard.wrap(module, backend="fsdp2")
-    assert getattr(model.backend.entries["first.weight"].parameter, "mark", None) == "kept"
-
-
 class Spectral(nn.Module):
     """A unit of complex weights only."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsshard.checkpoint.dividing import divide, written_by
-from fsshard.checkpoint.format.division import Layout, whole_everywhere
+from fsshard.checkpoint.format.division import Layout
 from fsshard.checkpoint.parts import _grid_of
 from fsshard.errors import CheckpointError
 
@@ -28,17 +28,6 @@ def shares(held: dict[str, list[Range | None]], layout: Layout | None = None) ->
                 break
     tensors = divide(tables, "save")
     return [written_by(rank, len(tables), tensors) for rank in range(len(tables))]
-
-
-def covered(name: str, written: list[dict[str, Range]]) -> list[Range]:
-    return sorted(part[name] for part in written if name in part)
-
-
-def test_copies_are_shared_evenly_and_few_tensors_are_cut() -> None:
-    held = {f"w{i}": [(0, 100)] * 4 for i in range(10)}
-    written = shares(held, whole_everywhere(100))
-    assert [sum(b - a for a, b in part.values()) for part in written] == [250] * 4
-    assert len([name for name in held if len(covered(name, written)) > 1]) <= 3
 
 
 def test_shards_are_written_where_they_are_and_replicas_share_each() -> None:

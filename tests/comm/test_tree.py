@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsshard.comm import tree
+from tests.memory import LiveBytes
 from tests.on_ranks import on_ranks
 from tests.parity.test_any_ranks import tree as by_hand
 
@@ -109,29 +108,13 @@ def test_large_gradients_go_in_pieces() -> None:
     assert torch.equal(at_once, in_pieces)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the most bytes that tensors made within have at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and "new_" in func.name():
-            self._made.add(made)
-        self.most = max(self.most, sum(tensor.nbytes for tensor in self._made))
-        return made
-
-
 def job_memory_of_a_sum(length: int) -> float:
     flat = torch.randn(length)
     group = dist.group.WORLD
     assert group is not None
     with LiveBytes() as live:
         tree.all_reduce(flat, group, 0.25)
-    return live.most / flat.nbytes
+    return live.peak / flat.nbytes
 
 
 def test_a_sum_needs_as_much_memory_again(ranks: Any) -> None:
