@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import fsshard
 from tests.parity.bare import average as average
+from tests.training_runs import differences
 
 
 def steps(loss_of: Callable[[Any, int], Tensor], model: Any, optimizer: Any, numbers: range, bare: bool = False) -> Any:
@@ -26,6 +29,28 @@ def steps(loss_of: Callable[[Any, int], Tensor], model: Any, optimizer: Any, num
             optimizer.beside.step()
         losses.append(loss.item())
     return losses
+
+
+def saved_state(model: Any, optimizer: Any) -> list[Any]:
+    """Of the model and of the optimizer. Tensors are loaded before the rest: keys have another order then."""
+    whole = optimizer.state_dict()
+    state = {name: dict(sorted(each.items())) for name, each in whole["state"].items()}
+    return copy.deepcopy([dict(model.state_dict()), {**whole, "state": state}])
+
+
+def load_each_way(build: Callable[[], tuple[Any, Any]], train: Any, folder: str, saved: Any) -> tuple[list[str], Any]:
+    """Return what differs after loading by each way, and what training from there on tells."""
+    wrong, after = list[str](), []
+    for way in ("file", "dict"):
+        model, optimizer = build()
+        if way == "file":
+            fsshard.load(folder, model, optimizer)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        wrong += differences(saved, saved_state(model, optimizer), way)
+        after.append(train(model, optimizer))
+    return wrong + list(differences(*after)), after[0]
 
 
 class Written(Optimizer):
@@ -66,18 +91,21 @@ class MyMuon(Written):
 class Shampoo(Written):
     """Shampoo of order 2 (arXiv 1802.09568), for real and complex matrices: roots of sums of G G^H and G^H G.
 
-    Filters are matrices of the first dim by the others; vectors are stepped as SGD with momentum steps them.
+    Filters are matrices of the first dim by the others; vectors, and groups without ``matrices``, are stepped as SGD
+    with momentum steps them.
     """
 
-    def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9, every: int = 2) -> None:
-        super().__init__(params, lr, momentum=momentum, every=every)
+    def __init__(
+        self, params: Any, lr: float = 0.05, momentum: float = 0.9, every: int = 2, matrices: bool = True
+    ) -> None:
+        super().__init__(params, lr, momentum=momentum, every=every, matrices=matrices)
 
     def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
         state, gradient = self.state[parameter], parameter.grad
         if not state:
             state["step"], state["momentum"] = 0, torch.zeros_like(gradient)
         state["momentum"].mul_(group["momentum"]).add_(gradient)
-        if parameter.dim() < 2:
+        if parameter.dim() < 2 or not group["matrices"]:
             return state["momentum"]
         matrix, smoothed = (each.reshape(len(gradient), -1) for each in (gradient, state["momentum"]))
         for side, product in (("left", matrix @ matrix.mH), ("right", matrix.mH @ matrix)):

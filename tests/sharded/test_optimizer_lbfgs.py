@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
 from fsshard.sharded.optimizer_lbfgs import _Vector
+from tests import optimizers
 from tests.models import Spectral, batch
 from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import average
@@ -217,35 +218,23 @@ def small() -> nn.Module:
 BUILT = {"shapes": shapes, "small": small}
 
 
-def job_save(folder: str, backend: str, built: str) -> Any:
+def build(backend: str, built: str) -> tuple[Any, Any]:
     model = wrapped(backend, BUILT[built])
-    optimizer = optimizer_of(model, "searching")
+    return model, optimizer_of(model, "searching")
+
+
+def job_save(folder: str, *what: str) -> Any:
+    model, optimizer = build(*what)
     steps(model, optimizer, range(1))
     fsshard.save(folder, model, optimizer)
-    saved = copy.deepcopy([dict(model.state_dict()), optimizer.state_dict()])
-    return [*saved, steps(model, optimizer, range(1, 2))]
+    saved = optimizers.saved_state(model, optimizer)
+    return saved, steps(model, optimizer, range(1, 2))
 
 
-def job_load(folder: str, backend: str, built: str, saved: Any) -> Any:
+def job_load(folder: str, saved: Any, *what: str) -> Any:
     """Return what differs after loading by each way, and what the next steps tell."""
-    wrong, after = list[str](), []
-    for way in ("file", "dict"):
-        model = wrapped(backend, BUILT[built])
-        optimizer = optimizer_of(model, "searching")
-        if way == "file":
-            fsshard.load(folder, model, optimizer)
-        else:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        state, expected = optimizer.state_dict(), saved[1]
-        wrong += differences(saved[0], dict(model.state_dict()), way)
-        wrong += [
-            name
-            for name in expected["state"]
-            if list(differences(*(_sorted(d["state"][name]) for d in (expected, state))))
-        ]
-        after.append(steps(model, optimizer, range(1, 2)))
-    return wrong + list(differences(*after)), after[0]
+    train = functools.partial(steps, numbers=range(1, 2))
+    return optimizers.load_each_way(functools.partial(build, *what), train, folder, saved)
 
 
 CASES = [
@@ -260,12 +249,12 @@ def test_the_state_goes_to_other_engines_and_numbers_of_ranks(
     ranks: Any, tmp_path: Any, built: str, backend: str, size: int
 ) -> None:
     """There training goes on as here, where the ranks are as many and the sums are the same."""
-    saved = ranks.run(job_save, 2, str(tmp_path / "a"), "fsdp2", built)[0]
-    told = ranks.run(job_load, size, str(tmp_path / "a"), backend, built, saved)
+    saved, here = ranks.run(job_save, 2, str(tmp_path / "a"), "fsdp2", built)[0]
+    told = ranks.run(job_load, size, str(tmp_path / "a"), saved, backend, built)
     assert [wrong for wrong, _ in told] == [[]] * size
-    assert size != 2 or backend == "ddp" or all(after == saved[2] for _, after in told)
-    saved = ranks.run(job_save, size, str(tmp_path / "b"), backend, built)[0]
-    assert [wrong for wrong, _ in ranks.run(job_load, 2, str(tmp_path / "b"), "fsdp", built, saved)] == [[]] * 2
+    assert size != 2 or backend == "ddp" or all(after == here for _, after in told)
+    saved, _ = ranks.run(job_save, size, str(tmp_path / "b"), backend, built)[0]
+    assert [wrong for wrong, _ in ranks.run(job_load, 2, str(tmp_path / "b"), saved, "fsdp", built)] == [[]] * 2
 
 
 @on_backends(["fsdp2", pytest.param("ddp", marks=LONG)])

@@ -19,7 +19,6 @@ from tests.models import batch
 from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import SOAP, MyLion, Shampoo, Written, average
 from tests.sets import often
-from tests.sharded.test_optimizer_whole import Kron
 from tests.training_runs import DISTRIBUTED, differences
 
 
@@ -177,35 +176,23 @@ def test_two_ranks_train_as_matrices_cut_by_hand(ranks: Any, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ state
 
 
-def job_save(folder: str, backend: str, kind: str) -> Any:
+def build(backend: str, kind: str) -> tuple[Any, Any]:
     model = fsshard.wrap(fields(), backend=backend)
-    optimizer = built(model, CLASSES[kind])
+    return model, built(model, CLASSES[kind])
+
+
+def job_save(folder: str, *what: str) -> Any:
+    model, optimizer = build(*what)
     steps(model, optimizer, range(2))
     fsshard.save(folder, model, optimizer)
-    return [dict(model.state_dict()), state_of(optimizer)]
+    saved = optimizers.saved_state(model, optimizer)
+    assert not any("see" in group for group in saved[1]["param_groups"])
+    return saved
 
 
-def state_of(optimizer: Any) -> dict[str, Any]:
-    """Tensors are loaded before the rest: keys have another order then."""
-    return {name: dict(sorted(state.items())) for name, state in optimizer.state_dict()["state"].items()}
-
-
-def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
-    """Return what differs after loading by each way, and whether training goes on from there."""
-    wrong, after = list[str](), []
-    for way in ("file", "dict"):
-        model = fsshard.wrap(fields(), backend=backend)
-        optimizer = built(model, CLASSES[kind])
-        if way == "file":
-            fsshard.load(folder, model, optimizer)
-        else:
-            model.load_state_dict(saved[0])
-            groups = optimizer.state_dict()["param_groups"]
-            assert not any("see" in group for group in groups)
-            optimizer.load_state_dict({"state": saved[1], "param_groups": groups})
-        wrong += differences(saved, [dict(model.state_dict()), state_of(optimizer)], way)
-        after.append(steps(model, optimizer, range(2, 4)))
-    return wrong + list(differences(*after))
+def job_load(folder: str, saved: Any, *what: str) -> list[str]:
+    train = functools.partial(steps, numbers=range(2, 4))
+    return optimizers.load_each_way(functools.partial(build, *what), train, folder, saved)[0]
 
 
 PLACES = (("fsdp2", 2), ("fsdp", 4), ("none", 1), ("fairscale", 2), ("ddp", 2), ("fsdp2", 4))
@@ -219,8 +206,8 @@ def test_the_state_goes_to_other_engines_and_numbers_of_ranks(
     for (here, size), (there, other) in itertools.pairwise(places):
         folder = str(tmp_path / here / str(size))
         saved = ranks.run(job_save, size, folder, here, kind)[0]
-        assert saved[1]["spectral"]["momentum"].shape == (3, 5, 2, 3), "as any other optimizer's"
-        assert ranks.run(job_load, other, folder, there, kind, saved) == [[]] * other
+        assert saved[1]["state"]["spectral"]["momentum"].shape == (3, 5, 2, 3), "as any other optimizer's"
+        assert ranks.run(job_load, other, folder, saved, there, kind) == [[]] * other
 
 
 # ------------------------------------------------------------------------------------------------ torch's Muon
@@ -308,7 +295,7 @@ class TallOnly(Stacks):
 
 
 def test_algorithms_of_complex_matrices_are_told_from_others() -> None:
-    for optimizer_class, see in itertools.product((Kron, Stacks, Single, SOAP, Shampoo), ("modes", "matrix")):
+    for optimizer_class, see in itertools.product((Stacks, Single, SOAP, Shampoo), ("modes", "matrix")):
         asked(optimizer_class, see).check_settings()
     wrong = (asked(MyLion), asked(torch.optim.AdamW), asked(Renewing), asked(TurnedSOAP), asked(TurnedSOAP, "matrix"))
     for told in (asked(Stacks, turn="T"), asked(Stacks, "matrix", turn="T"), asked(TallOnly), *wrong):
@@ -337,11 +324,11 @@ class Few(Stacks):
 
 @pytest.mark.parametrize("complex_", [False, True])
 def test_a_stack_is_shown_to_who_takes_it_as_so_many_matrices(complex_: bool) -> None:
-    for optimizer_class, stacked in ((Stacks, True), (Single, False), (OverAll, False), (Kron, False), (Few, True)):
+    for optimizer_class, stacked in ((Stacks, True), (Single, False), (OverAll, False), (Shampoo, False), (Few, True)):
         matrices = asked(optimizer_class, complex_=complex_).matrices["w"]
         assert (matrices.stacked, matrices.dims) == (stacked, 3 if stacked else 2), optimizer_class
     assert not asked(Few, modes=1000, complex_=complex_).matrices["w"].stacked
-    assert asked(Kron, "matrix", complex_=complex_).matrices["w"].dims == 2
+    assert asked(Shampoo, "matrix", complex_=complex_).matrices["w"].dims == 2
 
 
 def test_a_class_that_flattens_a_stack_is_not_tried_on_all_modes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +362,7 @@ def test_a_bias_with_more_dims_is_no_matrix(see: Any) -> None:
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-class Keeps(Kron):
+class Keeps(Shampoo):
     """Keeps what is told, under ``odd``."""
 
     def __init__(self, params: Any, what: str) -> None:
@@ -423,6 +410,6 @@ def test_state_that_a_checkpoint_could_not_hold(ranks: Any, what: str, told: str
 def test_settings_that_do_not_go_together(how: Any, group: Any, told: str) -> None:
     model = fsshard.wrap(fields(), backend="ddp")
     with pytest.raises(OptimizerError, match=re.escape(told)):
-        fsshard.build_optimizer(model, Kron, [{"params": ["factor"], **group}], **how).add_param_group(
+        fsshard.build_optimizer(model, Shampoo, [{"params": ["factor"], **group}], **how).add_param_group(
             {"params": ["spectral"], "see": "modes"}
         )

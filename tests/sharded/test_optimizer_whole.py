@@ -21,32 +21,11 @@ from fsshard.sharded.optimizer_whole import _sum_of_bits, deal
 from tests import optimizers
 from tests.models import Spectral, batch, take_step
 from tests.on_ranks import on_backends, on_ranks
-from tests.optimizers import SOAP, Shampoo, Written
+from tests.optimizers import SOAP, Shampoo
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, check_equal, differences
 
 DIVIDING = ("fsdp2", "fsdp")
-
-
-class Kron(Written):
-    """Shampoo as users write it: two factors for each matrix, real or complex; momentum for groups without."""
-
-    def __init__(self, params: Any, lr: float = 0.05, matrices: bool = True) -> None:
-        super().__init__(params, lr, matrices=matrices)
-
-    def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
-        state, gradient = self.state[parameter], parameter.grad
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].mul_(0.9).add_(gradient)
-        if parameter.dim() < 2 or not group["matrices"]:
-            return state["momentum"]
-        matrix = state["momentum"].reshape(len(gradient), -1)
-        for key, product in (("left", matrix @ matrix.mH), ("right", matrix.mH @ matrix)):
-            state[key] = state.get(key, 1e-2 * torch.eye(len(product), dtype=matrix.dtype)) + product
-            values, vectors = torch.linalg.eigh(state[key])
-            state[key + "_root"] = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.mH
-        return (state["left_root"] @ matrix @ state["right_root"]).reshape(gradient.shape)
 
 
 class Shapes(nn.Module):
@@ -83,8 +62,8 @@ def grouped(named: Any, kind: str) -> tuple[Any, list[dict[str, Any]], dict[str,
     if kind == "AdamW":  # beside it
         return torch.optim.AdamW, [{"params": others}], {"lr": 0.01}
     if kind == "mixed":
-        return Kron, [{"params": matrices}, {"params": others, "matrices": False, "lr": 0.01}], {}
-    return {"Kron": Kron, "Shampoo": Shampoo, "SOAP": SOAP}[kind], [{"params": [p for _, p in named]}], {}
+        return Shampoo, [{"params": matrices}, {"params": others, "matrices": False, "lr": 0.01}], {}
+    return {"Shampoo": Shampoo, "SOAP": SOAP}[kind], [{"params": [p for _, p in named]}], {}
 
 
 def built(model: Any, kind: str) -> Any:
@@ -143,9 +122,9 @@ def test_four_ranks_take_each_step_from_equal_states(backend: str) -> None:
     Each step from the replicas' state, which is loaded.
     """
     wrong, bare = list[str](), shapes()
-    native = Kron(bare.parameters())
+    native = Shampoo(bare.parameters())
     model = fsshard.wrap(shapes(), backend=backend)
-    optimizer = built(model, "Kron")
+    optimizer = built(model, "Shampoo")
     names = {parameter: name for name, parameter in bare.named_parameters()}
     for number in range(2):
         model.load_state_dict(bare.state_dict())
@@ -163,29 +142,21 @@ def test_four_ranks_take_each_step_from_equal_states(backend: str) -> None:
 # ------------------------------------------------------------------------------------------------ state
 
 
-def job_save(folder: str, backend: str, kind: str) -> Any:
+def build(backend: str, kind: str) -> tuple[Any, Any]:
     model = fsshard.wrap(shapes(), backend=backend)
-    optimizer = built(model, kind)
+    return model, built(model, kind)
+
+
+def job_save(folder: str, *what: str) -> Any:
+    model, optimizer = build(*what)
     steps(model, optimizer, range(2))
     fsshard.save(folder, model, optimizer)
-    return [dict(model.state_dict()), optimizer.state_dict()["state"]]
+    return optimizers.saved_state(model, optimizer)
 
 
-def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
-    """Return what differs after loading by each way, and whether training goes on from there."""
-    wrong, after = list[str](), []
-    for way in ("file", "dict"):
-        model = fsshard.wrap(shapes(), backend=backend)
-        optimizer = built(model, kind)
-        if way == "file":
-            fsshard.load(folder, model, optimizer)
-        else:
-            model.load_state_dict(saved[0])
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": saved[1], "param_groups": groups})
-        wrong += differences(saved, [dict(model.state_dict()), optimizer.state_dict()["state"]], way)
-        after.append(steps(model, optimizer, range(2, 3)))
-    return wrong + list(differences(*after))
+def job_load(folder: str, saved: Any, *what: str) -> list[str]:
+    train = functools.partial(steps, numbers=range(2, 3))
+    return optimizers.load_each_way(functools.partial(build, *what), train, folder, saved)[0]
 
 
 @pytest.mark.covering
@@ -200,10 +171,10 @@ def job_load(folder: str, backend: str, kind: str, saved: Any) -> list[str]:
 def test_the_state_goes_to_other_engines_and_numbers_of_ranks(ranks: Any, tmp_path: Any, here: str, there: Any) -> None:
     backend, size = there
     saved = ranks.run(job_save, 2, str(tmp_path / "a"), here, "mixed")[0]
-    assert saved[1]["middle.weight"]["momentum"].is_complex()
-    assert ranks.run(job_load, size, str(tmp_path / "a"), backend, "mixed", saved) == [[]] * size
+    assert saved[1]["state"]["middle.weight"]["momentum"].is_complex()
+    assert ranks.run(job_load, size, str(tmp_path / "a"), saved, backend, "mixed") == [[]] * size
     saved = ranks.run(job_save, size, str(tmp_path / "b"), backend, "mixed")[0]
-    assert ranks.run(job_load, 2, str(tmp_path / "b"), here, "mixed", saved) == [[]] * 2
+    assert ranks.run(job_load, 2, str(tmp_path / "b"), saved, here, "mixed") == [[]] * 2
 
 
 @pytest.mark.parametrize(
@@ -308,9 +279,9 @@ def test_a_bucket_is_packed_while_another_is_on_its_way(backend: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_whole, "BUCKET_BYTES", 128)
-        bare, _, losses = replicas("Kron", 3)
+        bare, _, losses = replicas("Shampoo", 3)
         model = fsshard.wrap(shapes(), backend=backend)
-        optimizer = built(model, "Kron")
+        optimizer = built(model, "Shampoo")
         found = steps(model, optimizer, range(2))
         patch.setattr(dist, "all_to_all_single", begun)
         found += steps(model, optimizer, range(2, 3))
@@ -357,7 +328,7 @@ def test_work_is_shared_evenly() -> None:
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-class Breaking(Kron):
+class Breaking(Shampoo):
     def direction(self, group: dict[str, Any], parameter: Any) -> Tensor:
         if dist.get_rank() == 1:
             raise ValueError("no root")
