@@ -9,10 +9,11 @@ import contextlib
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,7 +182,7 @@ def job_repeats(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- unusual trainings
 
 
-def job_gan(folder: Path, steps: int = 2) -> None:
+def train_gan(folder: Path, steps: int = 2) -> None:
     """Two models and optimizers, of which each has steps of its own; a third that steps with the second."""
     torch.manual_seed(0)
     generator, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 1))
@@ -197,8 +198,9 @@ def job_gan(folder: Path, steps: int = 2) -> None:
             extra.step()
 
 
-def test_several_models_optimizers_and_accumulation(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(job_gan, 1, tmp_path / "gan")
+@on_ranks(1)
+def test_several_models_optimizers_and_accumulation(tmp_path: Path) -> None:
+    train_gan(tmp_path / "gan")
     (rank,) = ScriptTrace.load(tmp_path / "gan").ranks
     assert [model.engine for model in rank.models] == ["Linear", "Sequential", "OnlyInOptimizer"]
     assert [len(step.losses) for step in rank.steps.values()] == [1, 2, 1, 2]
@@ -208,68 +210,61 @@ def test_several_models_optimizers_and_accumulation(ranks: Any, tmp_path: Path) 
     assert digests[0] != digests[1] == digests[2] != digests[3]
 
 
-def job_scaler(folder: Path) -> None:
+@on_ranks(1)
+def test_a_step_that_the_scaler_leaves_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fsshard.trace(folder):
+    with fsshard.trace(tmp_path / "scaled"):
         for step in range(3):
             loss = model(torch.ones(1, 2)).sum() * (float("inf") if step == 1 else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-
-
-def test_a_step_that_the_scaler_leaves_out(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(job_scaler, 1, tmp_path / "scaled")
     (rank,) = ScriptTrace.load(tmp_path / "scaled").ranks
     assert [step.skipped for step in rank.steps.values()] == [False, True, False]
     digests = [step.weights["weight"].digest for step in rank.steps.values()]
     assert digests[0] == digests[1] != digests[2]
 
 
-def job_compiled(folder: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.compile(nn.Sequential(nn.Linear(3, 2)), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = torch.compile(optimizer.step, backend="eager") if folder.name == "compiled" else optimizer.step
-    with fsshard.trace(folder):
-        for number in range(3):
-            model(torch.full((2, 3), float(number))).sum().backward()
-            step()
-
-
-def test_a_compiled_step_is_recorded_and_no_part_of_its_graph(ranks: Any, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_a_compiled_step_is_recorded_and_no_part_of_its_graph(tmp_path: Path) -> None:
     for name in ("plain", "compiled"):
-        ranks.run(job_compiled, 1, tmp_path / name)
+        torch.manual_seed(0)
+        model = torch.compile(nn.Sequential(nn.Linear(3, 2)), backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager") if name == "compiled" else optimizer.step
+        with fsshard.trace(tmp_path / name):
+            for number in range(3):
+                model(torch.full((2, 3), float(number))).sum().backward()
+                step()
     found = ScriptTrace.load(tmp_path / "compiled")
     assert (found.steps, found.ended, found.ranks[0].models[0].engine) == ([0, 1, 2], [], "Sequential")
     assert [len(step.samples) for step in found.ranks[0].steps.values()] == [1, 1, 1]
     assert compare_scripts(tmp_path / "plain", tmp_path / "compiled").verdict == "exact"
 
 
-def job_raises(folder: Path) -> None:
+@on_ranks(1)
+def test_a_step_that_raises_hides_no_later_one(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def closure() -> torch.Tensor:
         raise FloatingPointError
 
-    with fsshard.trace(folder):
+    with fsshard.trace(tmp_path / "trace"):
         for number in range(3):
             model(torch.ones(4, 3)).sum().backward()
             with contextlib.suppress(FloatingPointError):
                 optimizer.step(closure if number == 1 else None)
-
-
-def test_a_step_that_raises_hides_no_later_one(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(job_raises, 1, tmp_path / "trace")
     steps = ScriptTrace.load(tmp_path / "trace").ranks[0].steps
     assert [(number, len(step.losses)) for number, step in steps.items()] == [(0, 1), (1, 2)]
 
 
-def job_recomputed(folder: Path, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(1)
+def test_recomputation_and_closures(tmp_path: Path, reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Model(nn.Module):
@@ -288,14 +283,9 @@ def job_recomputed(folder: Path, reentrant: bool) -> None:
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with fsshard.trace(folder):
+    with fsshard.trace(tmp_path / "recomputed"):
         for _ in range(2):
             optimizer.step(closure)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_and_closures(ranks: Any, tmp_path: Path, reentrant: bool) -> None:
-    ranks.run(job_recomputed, 1, tmp_path / "recomputed", reentrant)
     (rank,) = ScriptTrace.load(tmp_path / "recomputed").ranks
     assert [model.engine for model in rank.models] == ["Model"] and len(rank.steps) == 2
     assert [(len(step.losses), len(step.samples)) for step in rank.steps.values()] == [(1, 1)] * 2
@@ -311,9 +301,12 @@ class Unusual(nn.Linear):
         return torch.sparse.mm(x, self.weight.T) if x.is_sparse else super().forward(x)
 
 
-def job_unusual(folder: Path, kind: str) -> None:
-    import numpy as np
+UNUSUAL = ["sparse gradient", "sparse", "nested", "conjugate", "complex loss", "texts", "float8", "traced"]
 
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@on_ranks(1)
+def test_tensors_that_are_unusual(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     dtype = torch.complex64 if kind in ("conjugate", "complex loss") else torch.float32
     model = Unusual(3, 2, dtype=dtype)
@@ -327,24 +320,16 @@ def job_unusual(folder: Path, kind: str) -> None:
     elif kind == "conjugate":
         given = [given[0].conj()]
     elif kind == "texts":
-        given.append(np.array(["a"]))
+        given.append(numpy.array(["a"]))
     elif kind == "float8":
         model.quantized = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    with fsshard.trace(folder):
+    with fsshard.trace(tmp_path / "trace"):
         if kind == "traced":
             torch.jit.trace(model, given[0])
         loss = model(*given).sum()
         loss.backward(torch.ones_like(loss))
         optimizer.step()
-
-
-UNUSUAL = ["sparse gradient", "sparse", "nested", "conjugate", "complex loss", "texts", "float8", "traced"]
-
-
-@pytest.mark.parametrize("kind", UNUSUAL)
-def test_tensors_that_are_unusual(ranks: Any, tmp_path: Path, kind: str) -> None:
-    ranks.run(job_unusual, 1, tmp_path / "trace", kind)
     found = ScriptTrace.load(tmp_path / "trace")
     (step,) = found.ranks[0].steps.values()
     assert not found.ended and len(step.samples) == len(step.losses) == 1 and step.gradients
@@ -352,19 +337,16 @@ def test_tensors_that_are_unusual(ranks: Any, tmp_path: Path, kind: str) -> None
     assert compare_scripts(tmp_path / "trace", tmp_path / "trace").ok
 
 
-def job_fails(folder: Path) -> bool:
-    """Train what cannot be recorded, then something else."""
-    with fsshard.trace(folder):
+@on_ranks(1)
+def test_what_cannot_be_recorded_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
+    """Train what cannot be recorded behind something else."""
+    with fsshard.trace(tmp_path / "trace"):
         for device in ("cpu", "meta"):
             model = nn.Linear(3, 2, device=device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(torch.ones(4, 3, device=device)).sum().backward()
             optimizer.step()
-    return bool(model.weight.grad is not None)
-
-
-def test_what_cannot_be_recorded_ends_the_record_and_not_the_training(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(job_fails, 1, tmp_path / "trace") == [True]
+    assert model.weight.grad is not None
     found = ScriptTrace.load(tmp_path / "trace")
     assert found.steps == [0] and found.ended == ["NotImplementedError: Cannot copy out of meta tensor; no data!"]
 
@@ -437,25 +419,21 @@ class DeepSpeedEngine(nn.Module):
         return "of DeepSpeed"
 
 
-def job_deepspeed(folder: Path) -> str:
+@on_ranks(1)
+def test_deepspeed_is_recorded_when_it_has_gathered(tmp_path: Path) -> None:
+    """One record per step of its engine, also of one that is left out, with the rate that it was made with."""
     stand_in = types.SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine, zero=types.SimpleNamespace())
     stand_in.zero.GatheredParameters = Gathered
     sys.modules["deepspeed"] = stand_in  # type: ignore[assignment]
     torch.manual_seed(0)
     engine = DeepSpeedEngine(nn.Linear(3, 2), 2)
     try:
-        with fsshard.trace(folder):
+        with fsshard.trace(tmp_path / "trace"):
             for _ in range(6):
                 engine(torch.ones(4, 3, requires_grad=True)).sum().backward()
-                told = engine.step()
+                assert engine.step() == "of DeepSpeed"
     finally:
         del sys.modules["deepspeed"]
-    return told
-
-
-def test_deepspeed_is_recorded_when_it_has_gathered(ranks: Any, tmp_path: Path) -> None:
-    """One record per step of its engine, also of one that is left out, with the rate that it was made with."""
-    assert ranks.run(job_deepspeed, 1, tmp_path / "trace") == ["of DeepSpeed"]
     torch.manual_seed(0)
     weight = nn.Linear(3, 2).weight.detach()
     (rank,) = ScriptTrace.load(tmp_path / "trace").ranks
@@ -486,7 +464,7 @@ def test_no_whole_tensor_is_held_while_the_next_one_is_gathered(tmp_path: Path) 
     assert gathered > 100 and held == 0
 
 
-def job_hooks() -> Iterator[Any]:
+def hooks() -> list[Any]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
@@ -495,10 +473,11 @@ def job_hooks() -> Iterator[Any]:
     return [[len(table) for table in tables], torch.autograd.backward.__module__, torch.amp.GradScaler.step.__module__]
 
 
-def test_nothing_is_left_afterwards(ranks: Any, tmp_path: Path) -> None:
-    before = ranks.run(job_hooks, 1)
-    ranks.run(job_gan, 1, tmp_path / "gan")
-    assert ranks.run(job_hooks, 1) == before
+@on_ranks(1)
+def test_nothing_is_left_afterwards(tmp_path: Path) -> None:
+    before = hooks()
+    train_gan(tmp_path / "gan")
+    assert hooks() == before
 
 
 def test_settings_that_have_no_meaning(tmp_path: Path) -> None:
