@@ -92,7 +92,8 @@ class Backend(ABC):
         self.step = StepState(self.name, self.facts.transitions)
         # Whether the engine trains each of them.
         self._flags = [entry.parameter.requires_grad for entry in self.all]
-        # Whether others are trainable in the latest forward than were to the engine.
+        # The same in the latest forward, and whether they differ.
+        self._flags_of_forward = self._flags
         self._deviates = False
         self.engine = self.shard()
         self.guard: PartsGuard | None = None
@@ -194,6 +195,7 @@ class Backend(ABC):
     def before_forward(self, *, training: bool) -> None:
         """Called before each forward through :class:`~fsshard.sharded.module.ShardedModule`."""
         flags = list(map(_takes_gradient, self.all))
+        self._flags_of_forward = flags
         self._deviates = flags != self._flags
         # What is frozen for a reference pass without gradients (DPO) has a graph that awaits its backward.
         if self._deviates and torch.is_grad_enabled():

@@ -151,7 +151,7 @@ class DDPBackend(Backend):
             # Within a transform torch 2.13 raises "Cannot access data pointer of Tensor that doesn't have storage".
             with disable_functorch():
                 rebuild_buckets(self.engine)
-        self._arrivals.forward_begins()
+        self._arrivals.forward_begins(awaits_backward=bool(self.step.pending))
 
     def derivative_starts(self) -> None:
         if self.settings.options.get("static_graph"):

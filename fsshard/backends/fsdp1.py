@@ -395,6 +395,9 @@ class FSDP1Backend(TorchShardedBackend):
         # Without this no_sync() raises "expected to be in states" (torch 2.13).
         for unit in root.fsdp_modules(root):
             be_idle(unit)
+        # Modules would go on to hold views of what was gathered: "you can only change requires_grad flags of leaf
+        # variables" (torch 2.13).
+        self.reshard()
 
     def _start_afresh(self) -> None:
         """Clear what is left of a pass that has raised: FSDP1 stays in the middle of it (torch 2.13)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -61,6 +62,7 @@ from fsshard.torch_private.fsdp2 import (
     cut_by,
     drop_accumulated,
     forward_goes_on,
+    groups_of,
     make_gradients,
     param_groups,
     place_of,
@@ -135,6 +137,11 @@ def _owner(name: str, units: Mapping[str, Unit], small: Collection[str]) -> str:
     while name in small or name not in units:
         name = name.rpartition(".")[0]
     return name
+
+
+# Of torch's record of a parameter. A function of Python would be a call for each parameter and step.
+_TAKES_GRADIENT = operator.attrgetter("sharded_param.requires_grad")
+_WHOLE_TAKES_GRADIENT = operator.attrgetter(f"{UNSHARDED_PARAM}.requires_grad")
 
 
 @register_backend
@@ -219,6 +226,7 @@ class FSDP2Backend(TorchShardedBackend):
         reshard = settings.options.get("reshard_after_forward")
         if settings.sharding_strategy in KEEP_GATHERED:
             reshard = False
+        self._keeps_gathered = reshard is False
         offload = CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy()
         for unit in settings.plan.children_first:
             module = modules[unit.name]
@@ -365,6 +373,11 @@ class FSDP2Backend(TorchShardedBackend):
         self._gathered = GatheredWeights(modules)
         self._versions: list[int] = []  # of the shards before a forward that is looked at
         self._state = state_of(self.module)
+        self._root_parts = [self._torchs[name] for name in self.groups.get("", ())]
+        # That of a unit that stays gathered behind a forward: the root, or all.
+        self._kept_state = self._state
+        if self._keeps_gathered:
+            self._kept_state = state_of(self._units[0])
         # A method that runs in place of the forward may call it.
         self.module.register_forward_hook(lambda *_: forward_goes_on(self._state), prepend=True)
         self.module.register_forward_hook(self._look)
@@ -470,6 +483,7 @@ class FSDP2Backend(TorchShardedBackend):
             self._versions = [version_of(entry.parameter) for entry in self.all]
             self._gathered.watch()
         deviated = self._deviates
+        self._hear_gathered()
         super().before_forward(training=training)
         if deviated or self._deviates:
             self._freeze_gathered()
@@ -484,6 +498,19 @@ class FSDP2Backend(TorchShardedBackend):
             for part in self._torchs.values():
                 drop_accumulated(part)
 
+    def _hear_gathered(self) -> None:
+        """Freeze or thaw shards as users have done it to gathered parameters: modules hold these behind a forward.
+
+        FSDP2 itself hears nothing of it (torch 2.13): the weights go on to be trained, silently.
+        """
+        groups = groups_of(self._kept_state)
+        if not (groups and groups[0].is_unsharded):
+            return
+        for entry, flag in zip(self.all, self._flags_of_forward, strict=True):
+            held = entry.slots[0].parameter
+            if held.requires_grad != flag and self.shows(entry, held):
+                entry.parameter.requires_grad_(held.requires_grad)
+
     def _freeze_gathered(self) -> None:
         """Freeze gathered parameters as their shards are. FSDP2 does so when it gathers a unit only (torch 2.13)."""
         for part in self._torchs.values():
@@ -492,6 +519,10 @@ class FSDP2Backend(TorchShardedBackend):
                 whole.requires_grad_(part.sharded_param.requires_grad)
 
     def accumulates(self) -> bool:
+        # The root is gathered from its forward to its backward.
+        gathered = list(map(_WHOLE_TAKES_GRADIENT, self._root_parts))
+        if self._deviates or gathered != list(map(_TAKES_GRADIENT, self._root_parts)):
+            self._hear_gathered()
         if self._deviates:  # in a reference pass since the forward whose backward begins
             self._freeze_gathered()
         return super().accumulates()

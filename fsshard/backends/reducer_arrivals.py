@@ -122,9 +122,15 @@ class Arrivals:
         self._count_unseen()
         return self._has_strayed
 
-    def forward_begins(self) -> None:
-        """Called when a forward with gradients begins. Collective where something is left to send."""
-        self._send_the_rest()
+    def forward_begins(self, *, awaits_backward: bool) -> None:
+        """Called when a forward with gradients begins. Collective where something is left to send.
+
+        Args:
+            awaits_backward: the graph of an earlier forward is there still.
+        """
+        # Where it was dropped, the reducer waits for its gradients, and would send what comes under no_sync().
+        drops = not awaits_backward and not self._engine.require_backward_grad_sync
+        self._send_the_rest(even_all=drops)
         # A forward of a recomputed block is within a backward.
         if current_graph_task_id() < 0:
             self._task = None  # of one that has raised
@@ -201,10 +207,10 @@ class Arrivals:
         if self.expecting and len(self.arrived) == len(self._names):
             self.expecting = self._has_strayed = False
 
-    def _send_the_rest(self) -> None:
+    def _send_the_rest(self, *, even_all: bool = False) -> None:
         if self._came:
             self._count_unseen()
-        if not (self.expecting and self.arrived) or self._task is not None:
+        if not (self.expecting and (self.arrived or even_all)) or self._task is not None:
             # Nothing was sent; or the backward has raised, and DDP's next forward says so.
             return
         missing = [parameter for parameter in self._names if id(parameter) not in self.arrived]

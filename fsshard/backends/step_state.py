@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Mapping
 
 from fsshard.errors import ModelError, OptimizerError
 from fsshard.torch_private.autograd import current_graph_task_id
@@ -42,6 +40,15 @@ TRANSITIONS: Transitions = dict.fromkeys(Stage, _PASSES)
 WEIGHTS_ARE_FREED: Transitions = {**TRANSITIONS, Stage.SPENT: frozenset((Stage.ACCUMULATED,))}
 
 
+class PendingGraph:
+    """What the hooks on a forward's outputs hold: it lives as long as the graph behind them."""
+
+    was_silent = False
+    """The forward was within ``no_sync()``."""
+    task: int | None = None
+    """The graph task in which its backward has begun."""
+
+
 class StepState:
     """Where one model is between two optimizer steps.
 
@@ -52,7 +59,7 @@ class StepState:
     Attributes:
         stage: see :class:`Stage`.
         silence: how many ``no_sync`` contexts are open.
-        pending: the hooks on the outputs of forwards with gradients that await their backward.
+        pending: the graphs of forwards with gradients that await their backward.
         local: names of the parameters whose gradients are this rank's own: every backward since they were dropped was
             under ``no_sync()``.
         left: names of parameters that were frozen between micro-batches of ``no_sync()``: their gradients are this
@@ -71,7 +78,7 @@ class StepState:
         self.stage = Stage.IDLE
         self.silence = 0
         # Weak references, since a WeakSet's methods are Python functions.
-        self.pending: set[weakref.ref[Callable[[Tensor], None]]] = set()
+        self.pending: set[weakref.ref[PendingGraph]] = set()
         self.local: set[str] = set()
         self.left: set[str] = set()
         self.dropped: set[str] = set()
@@ -79,9 +86,9 @@ class StepState:
 
     # ------------------------------------------------------------------------------------------ forward and backward
 
-    def await_backward(self, hook: Callable[[Tensor], None]) -> None:
-        """Note a forward with gradients; ``hook`` lives as long as its graph."""
-        self.pending.add(weakref.ref(hook, self.pending.discard))
+    def await_backward(self, graph: PendingGraph) -> None:
+        """Note a forward with gradients."""
+        self.pending.add(weakref.ref(graph, self.pending.discard))
         if self.stage is not Stage.DERIVED:
             self.stage = Stage.PENDING
 
@@ -101,20 +108,20 @@ class StepState:
         self.stage = stage
         self._task = task
 
-    def begin_backward(self, hook: Callable[[Tensor], None], names: Iterable[str], *, was_silent: bool) -> None:
+    def begin_backward(self, graph: PendingGraph, names: Iterable[str]) -> None:
         """Note that the backward of a forward begins, and whose gradients it leaves local; or it reduces all of them.
 
         Raises:
             ModelError: one of both is within ``no_sync()``, and the other is not.
         """
-        if (self.silence > 0) != was_silent:
+        if (self.silence > 0) != graph.was_silent:
             raise ModelError(
                 "a forward and its backward must both be inside no_sync(), or both outside of it: some engines "
                 "decide at the one, some at the other"
             )
-        self.pending.discard(weakref.ref(hook))
+        self.pending.discard(weakref.ref(graph))
         self.dropped.clear()
-        if was_silent:
+        if graph.was_silent:
             self.local.update(names)
         else:
             self.local.clear()

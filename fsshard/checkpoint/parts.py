@@ -374,7 +374,8 @@ def _add_object(collected: Collected, value: Any, name: str) -> None:
     tree = _encode(state, f"objects/{name}", own_parts)
     digest = hashlib.sha256(json.dumps([tree, as_table(own_parts)]).encode())
     for part in own_parts.values():
-        digest.update(part.values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        numbers = part.values.contiguous().cpu().reshape(-1)
+        digest.update(numbers.view(torch.uint8).numpy().tobytes())
     collected.own[name] = own_parts
     collected.objects[name] = tree
     collected.digests[name] = digest.hexdigest()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsshard.backends.base import Backend
 from fsshard.backends.forward_guards import DerivativesGuard, LooksAtForwards
 from fsshard.backends.step_counts import StepCounts
-from fsshard.backends.step_state import Stage
+from fsshard.backends.step_state import PendingGraph, Stage
 from fsshard.backends.whole import owned
 from fsshard.comm.stores import check_not_inherited
 from fsshard.comm.watchdog import lost_ranks, speaks_of_a_lost_rank
@@ -190,39 +190,38 @@ class ModelController:
 
     def _watch_backward(self, output: Any, since: int) -> None:
         """Learn when the backward of this forward starts, and whether its gradients will be reduced."""
-        was_silent = self.step.silence > 0
-        started: int | None = None
-
-        def backward_starts(_: Tensor) -> None:
-            nonlocal started
-            task = current_graph_task_id()
-            if task == started:
-                # Another output has said so, or what this one is a view of.
-                return
-            started = task
-            if not self.backend.accumulates():
-                # A penalty's inner derivative: there is nothing to reduce.
-                self.backend.derivative_starts()
-                if torch.is_grad_enabled():
-                    # The backward of a loss of derivatives alone does not come through here.
-                    self.step.local.clear()
-                    if self.step.is_silent:
-                        self.step.local.update(self.backend.entries)
-                return
-            self.step.begin_backward(backward_starts, self.backend.entries, was_silent=was_silent)
-            self.backend.backward_starts(synchronised=not was_silent)
-            if self._shared_gradients is not None:
-                self._shared_gradients.backward_starts()
-
+        graph = PendingGraph()
+        graph.was_silent = self.step.silence > 0
+        # Not a function that knows itself: only the collector would end it, long after a graph that was dropped.
+        hook = partial(self._backward_starts, graph)
         outputs = grad_tensors(output)
         if not isinstance(output, Tensor):
             if self.backend.facts.hooks_outputs:
                 check_output(output)
             outputs += hidden_tensors(output, since)
         for tensor in outputs + bases(outputs, since):
-            tensor.register_hook(backward_starts)
-        # Until it has run, or goes with the graph.
-        self.step.await_backward(backward_starts)
+            tensor.register_hook(hook)
+        self.step.await_backward(graph)
+
+    def _backward_starts(self, graph: PendingGraph, _: Tensor) -> None:
+        task = current_graph_task_id()
+        if task == graph.task:
+            # Another output has said so, or what this one is a view of.
+            return
+        graph.task = task
+        if not self.backend.accumulates():
+            # A penalty's inner derivative: there is nothing to reduce.
+            self.backend.derivative_starts()
+            if torch.is_grad_enabled():
+                # The backward of a loss of derivatives alone does not come through here.
+                self.step.local.clear()
+                if self.step.is_silent:
+                    self.step.local.update(self.backend.entries)
+            return
+        self.step.begin_backward(graph, self.backend.entries)
+        self.backend.backward_starts(synchronised=not graph.was_silent)
+        if self._shared_gradients is not None:
+            self._shared_gradients.backward_starts()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fsshard.backends import backend_class, backend_names
-from fsshard.backends.step_state import TRANSITIONS, WEIGHTS_ARE_FREED, Stage, StepState
+from fsshard.backends.step_state import TRANSITIONS, WEIGHTS_ARE_FREED, PendingGraph, Stage, StepState
 from fsshard.errors import ModelError, OptimizerError
 
-
-def hook(gradient: torch.Tensor) -> None:
-    """Stand for the hook on a forward's output."""
+LOUD = PendingGraph()
+SILENT = PendingGraph()
+SILENT.was_silent = True
 
 
 def state(*, frees: bool = False) -> StepState:
@@ -31,14 +31,14 @@ def backward(step: StepState, stage: Stage, passes: int = 1) -> None:
 
 
 def forward(step: StepState) -> None:
-    step.await_backward(hook)
+    step.await_backward(LOUD)
 
 
 def test_a_step_goes_through_its_stages() -> None:
     step = state()
     assert step.stage is Stage.IDLE
     forward(step)
-    assert step.stage is Stage.PENDING and weakref.ref(hook) in step.pending
+    assert step.stage is Stage.PENDING and weakref.ref(LOUD) in step.pending
     backward(step, Stage.ACCUMULATED)
     assert step.stage is Stage.ACCUMULATED
     backward(step, Stage.SPENT, passes=2)
@@ -76,23 +76,23 @@ def test_a_derivative_waits_through_another_forward() -> None:
 def test_forward_and_backward_are_both_silent_or_both_not() -> None:
     step = state()
     with step.silenced():
-        forward(step)
+        step.await_backward(SILENT)
         with step.silenced():
-            step.begin_backward(hook, (), was_silent=True)
+            step.begin_backward(SILENT, ())
     assert not step.is_silent and not step.pending
     with pytest.raises(ModelError, match="both be inside no_sync"):
-        step.begin_backward(hook, (), was_silent=True)
+        step.begin_backward(SILENT, ())
 
 
 def test_gradients_are_local_by_parameter() -> None:
     step = state()
     with step.silenced():
-        step.begin_backward(hook, ["a", "b", "c"], was_silent=True)
+        step.begin_backward(SILENT, ["a", "b", "c"])
     step.drop_gradients(["a"])
     step.check_reduced(["a"])
     with pytest.raises(OptimizerError, match="the gradients are local"):
         step.check_reduced(["a", "b"])
-    step.begin_backward(hook, (), was_silent=False)
+    step.begin_backward(LOUD, ())
     step.check_reduced(["a", "b", "c"])
 
 
