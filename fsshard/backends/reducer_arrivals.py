@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -219,13 +219,19 @@ class Arrivals:
             # DDP waits for those alone that the forward has used, and says so in its next forward.
             self.expecting = self._has_strayed = False
             return
-        # Zeros for what is missing let the reducer send everything; what was None stays None.
-        none = [parameter for parameter in self._names if parameter.grad is None]
+        # What was None stays None; and where nothing has come, local gradients of no_sync() stay what they are.
+        kept: dict[nn.Parameter, Tensor | None] = {}
+        for parameter in self._names:
+            if parameter.grad is None:
+                kept[parameter] = None
+            elif not self.arrived:
+                kept[parameter] = parameter.grad.clone()
+        # Zeros for what is missing let the reducer send everything.
         with taking_gradients(missing):  # frozen since the forward
             torch.autograd.backward(missing, list(map(torch.zeros_like, missing)))
         self._count_unseen()
-        for parameter in none:
-            parameter.grad = None
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
