@@ -20,6 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsshard
 from tests.forked import forking
 from tests.models import Spectral
+from tests.on_ranks import on_ranks
 
 VERSION = f"{torch.__version__[:4]}, {sys.version[:4]}"
 # Torch and Python -> backend -> calls of Python functions in a step: with two units, and for each further one; bare
@@ -67,7 +68,7 @@ def by_wrap(model: nn.Module, backend: str) -> None:
     fsshard.build_optimizer(wrapped, torch.optim.AdamW)
 
 
-def job_wrap(backend: str) -> float:
+def job_wrap(ctx: fsshard.Context, backend: str) -> float:
     def calls(make: Callable[[nn.Sequential, str], None], units: int) -> int:
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(units)])
         return calls_of(lambda: make(model, backend))
@@ -139,22 +140,22 @@ def test_calls_of_a_step(counted: dict[str, tuple[int, int]], backend: str) -> N
         assert max(few / most, each / most_each) <= 1.25
 
 
-def job_collectives(backend: str) -> str:
+@pytest.mark.parametrize("backend", COLLECTIVES)
+@on_ranks()
+def test_collectives_of_a_clipped_step(backend: str) -> None:
     step = stepping(backend, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         step(clip=True)
     sent = [event for event in profile.events() if event.name.startswith("gloo:")]
-    return ", ".join(sorted(f"{event.name[5:]} {math.prod(event.input_shapes[0])}" for event in sent))
-
-
-@pytest.mark.parametrize("backend", COLLECTIVES)
-def test_collectives_of_a_clipped_step(ranks: Any, backend: str) -> None:
-    assert ranks.run(job_collectives, 2, backend)[0] == COLLECTIVES[backend]
+    told = sorted(f"{event.name[5:]} {math.prod(event.input_shapes[0])}" for event in sent)
+    assert ", ".join(told) == COLLECTIVES[backend]
 
 
 @pytest.mark.parametrize("backend", CALLS_OF_WRAP)
-def test_calls_of_wrap(ranks: Any, backend: str) -> None:
+def test_calls_of_wrap(backend: str) -> None:
     most = CALLS_OF_WRAP[backend]
     if VERSION not in CALLS:
         most *= 1.25
-    assert ranks.run(job_wrap, 1, backend)[0] <= most
+    with forking():
+        calls = fsshard.launch(job_wrap, 1, (backend,))
+    assert calls <= most

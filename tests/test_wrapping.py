@@ -372,7 +372,9 @@ def test_buffers_without_memory_of_their_own_get_it(backend: str) -> None:
     assert found == [] and shared
 
 
-def job_sparse_training(backend: str) -> list[str]:
+@pytest.mark.parametrize("backend", ["ddp", "fairscale", "none"])
+@on_ranks(ranks_of)
+def test_sparse_gradients_train_as_dense_ones_do(backend: str) -> None:
     def train(sparse: bool) -> list[Any]:
         model, optimizer = with_sgd(Words(sparse), backend=backend)
         norms = []
@@ -382,12 +384,7 @@ def job_sparse_training(backend: str) -> list[str]:
             take_step(optimizer)
         return [norms, dict(model.state_dict())]
 
-    return list(differences(train(False), train(True)))
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fairscale", "none"])
-def test_sparse_gradients_train_as_dense_ones_do(ranks: Any, backend: str) -> None:
-    assert not any(ranks.run(job_sparse_training, ranks_of(backend), backend))
+    assert not list(differences(train(False), train(True)))
 
 
 def job_sync(backend: str, sync: bool) -> dict[str, Any]:
@@ -493,15 +490,12 @@ class Walked(nn.Module):
         return self.norm(self.first(x)) + (x.to(torch.complex64) @ self.weight).real
 
 
-def job_walks(backend: str) -> int:
+@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp2"])
+@on_ranks(ranks_of)
+def test_the_modules_are_walked_once_and_the_table_is_handed_on(backend: str) -> None:
     model = Walked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     Walked.walks = 0
     fsshard.wrap(model, optimizer, backend=backend)
-    return Walked.walks
-
-
-@pytest.mark.parametrize("backend", ["none", "ddp", "fsdp2"])
-def test_the_modules_are_walked_once_and_the_table_is_handed_on(ranks: Any, backend: str) -> None:
     # Beside the table: the look for compiled modules, the engine's units, its entries and own look, and ModelBuffers.
-    assert all(walks <= 6 for walks in ranks.run(job_walks, ranks_of(backend), backend))
+    assert Walked.walks <= 6

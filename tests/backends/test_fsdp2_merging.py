@@ -11,6 +11,7 @@ from torch import nn
 import fsshard
 from fsshard.backends.fsdp2 import MERGED_BYTES, grouped
 from fsshard.errors import ConfigurationError
+from tests.on_ranks import on_ranks
 
 APART = {"merge_below": 0}
 TOGETHER = {"merge_below": 2**20}
@@ -58,7 +59,8 @@ def test_other_dtypes_and_large_sums_stay_apart() -> None:
     assert len(grouped(planned(many), 2**20, 2)) == len(many) + 1
 
 
-def job_units() -> tuple[list[int], list[str], str]:
+@on_ranks()
+def test_the_setting() -> None:
     """Parameters per group that is gathered, with and without merging; and a wrong value."""
     found = []
     for settings in (TOGETHER, APART):
@@ -66,14 +68,6 @@ def job_units() -> tuple[list[int], list[str], str]:
         found.append(len([module for module in model.module.modules() if hasattr(module, "unshard")]))
         output = model(torch.ones(2, 127))
         output.sum().backward()
-    try:
+    assert found == [1, 4] and [unit.name for unit in model.plan.units] == ["", "0", "1.0", "1.1"]
+    with pytest.raises(ConfigurationError, match=r"merge_below=-1.*0 merges nothing"):
         fsshard.wrap(nested(), backend="fsdp2", merge_below=-1)
-    except ConfigurationError as error:
-        return found, [unit.name for unit in model.plan.units], str(error)
-    return found, [], ""
-
-
-def test_the_setting(ranks: Any) -> None:
-    found, units, message = ranks.run(job_units, 2)[0]
-    assert found == [1, 4] and units == ["", "0", "1.0", "1.1"]
-    assert "merge_below=-1" in message and "0 merges nothing" in message

@@ -71,21 +71,17 @@ def held(model: Any) -> dict[str, int]:
     return {name: e.local().untyped_storage().nbytes() for name, e in backend.entries.items()}
 
 
-def job_held() -> tuple[dict[str, int], dict[str, int]]:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks()
+def test_a_rank_has_room_for_its_numbers_and_less_than_one_more(world_size: int) -> None:
     with by_rows():
         rows = held(wrapped())
-    return held(wrapped()), rows
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rank_has_room_for_its_numbers_and_less_than_one_more(ranks: Any, size: int) -> None:
-    shapes = {"w": (5, 7), "core": (7, 3, 2), "even": (12, 2)}
-    for found, rows in ranks.run(job_held, size):
-        for name, shape in shapes.items():
-            numbers = torch.Size(shape).numel()
-            assert found[name] == -(-numbers // size) * NUMBER, name
-            assert rows[name] == -(-shape[0] // size) * (numbers // shape[0]) * NUMBER, name
-        assert found["into.weight"] == rows["into.weight"] == -(-5 // size) * 3 * 4  # real: as torch does it
+    found = held(wrapped())
+    for name, shape in {"w": (5, 7), "core": (7, 3, 2), "even": (12, 2)}.items():
+        numbers = torch.Size(shape).numel()
+        assert found[name] == -(-numbers // world_size) * NUMBER, name
+        assert rows[name] == -(-shape[0] // world_size) * (numbers // shape[0]) * NUMBER, name
+    assert found["into.weight"] == rows["into.weight"] == -(-5 // world_size) * 3 * 4  # real: as torch does it
 
 
 def test_the_tutorials_tfno_on_64_ranks() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fsshard
 from fsshard.backends.whole import BATCH_BYTES, _packed, _unpacked, collective_batches, gather, scatter_state, set_state
-from fsshard.launching.pool import RankPool
 from tests.models import with_sgd
 from tests.on_ranks import on_ranks
 
@@ -69,14 +68,18 @@ class Odd(nn.Module):
         self.thin = nn.Parameter(torch.randn(1, 9))
 
 
-def job_parts(backend: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "world_size"), [("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 3), ("fairscale", 2)]
+)
+@on_ranks()
+def test_where_elements_lie(backend: str, world_size: int) -> None:
     torch.manual_seed(0)
     bare = Odd()
     model = fsshard.wrap(copy.deepcopy(bare), backend=backend)
     device = model.backend.settings.device
     for entry, (name, expected) in zip(model.backend.all, bare.named_parameters(), strict=True):
         assert entry.name == name
-        parts = [entry.part(rank) for rank in range(ranks)]
+        parts = [entry.part(rank) for rank in range(world_size)]
         if entry.is_cut:  # they adjoin, from the first element to the last
             assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), entry.stored_shape.numel()]
         assert entry.local().numel() == entry.here[1] - entry.here[0]
@@ -88,8 +91,3 @@ def job_parts(backend: str, ranks: int) -> None:
     assert all(torch.equal(doubled[name], 2 * expected) for name, expected in bare.named_parameters())
     if not dist.get_rank():
         assert all(doubled[name].stride() == value.stride() for name, value in bare.state_dict().items())
-
-
-@pytest.mark.parametrize(("backend", "count"), [("fsdp", 2), ("fsdp2", 2), ("fsdp", 3), ("fsdp2", 3), ("fairscale", 2)])
-def test_where_elements_lie(ranks: RankPool, backend: str, count: int) -> None:
-    ranks.run(job_parts, count, backend, count)

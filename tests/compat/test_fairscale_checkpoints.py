@@ -178,18 +178,6 @@ def job_resume_oss(kind: type[nn.Module], setting: str, folder: str, backend: st
     return run(model, [optimizer], STEPS)
 
 
-def job_front(setting: str, folder: str) -> list[dict[str, Any]]:
-    """The script goes on under our front; then what that saves goes on under the real library; the weights of each."""
-    model, (optimizer,) = sharded_ddp(build(Text, 9), setting, "fsshard.compat.fairscale")
-    model.load_state_dict(read(folder, "model"))
-    optimizer.load_state_dict(read(folder, "optimizer")[0])
-    weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict(all_ranks=True)])
-    theirs, (oss,) = sharded_ddp(build(Text, 9), setting)
-    theirs.load_state_dict(weights)
-    oss.load_state_dict(state)
-    return [run(model, [optimizer], STEPS), run(theirs, [oss], STEPS)]
-
-
 @pytest.fixture(scope="module", params=list(SETTINGS))
 def text(request: pytest.FixtureRequest, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A checkpoint of a training by the real OSS with two groups: setting, folder, the weights had it gone on."""
@@ -236,11 +224,19 @@ def test_back_to_oss_and_to_torch(setting: str, backend: str) -> None:
     assert list(differences(here, real)) == list(differences(here, alone)) == []
 
 
-def test_oss_goes_on_under_the_front(ranks: Any, text: Any) -> None:
+@on_ranks()
+def test_oss_goes_on_under_the_front(text: Any) -> None:
     """The same script, on our OSS and ShardedDataParallel; and back under the real ones."""
     setting, folder, expected = text
-    for here, real in ranks.run(job_front, 2, setting, folder):
-        assert list(differences(expected, here)) == list(differences(expected, real)) == []
+    model, (optimizer,) = sharded_ddp(build(Text, 9), setting, "fsshard.compat.fairscale")
+    model.load_state_dict(read(folder, "model"))
+    optimizer.load_state_dict(read(folder, "optimizer")[0])
+    weights, state = copy.deepcopy([model.state_dict(), optimizer.state_dict(all_ranks=True)])
+    theirs, (oss,) = sharded_ddp(build(Text, 9), setting)
+    theirs.load_state_dict(weights)
+    oss.load_state_dict(state)
+    check_equal(expected, run(model, [optimizer], STEPS))
+    check_equal(expected, run(theirs, [oss], STEPS))
 
 
 # ------------------------------------------------------------------------------------------------ FSDP

@@ -17,9 +17,9 @@ from torch.distributed.rendezvous import _create_c10d_store
 
 from fsshard.errors import LaunchError
 from fsshard.launching.context import Context, JoinSettings, RankInfo, init, own_store_of, torchrun_rank
-from fsshard.launching.pool import RankPool
 from fsshard.launching.processes import launch
 from tests.launching.launched import NAMES, ON_LOOPBACK, PATIENCE, listeners, nested
+from tests.on_ranks import on_ranks
 
 
 def test_no_launcher_makes_a_one_rank_group_and_says_so(
@@ -82,16 +82,15 @@ def test_a_hand_made_environment_of_one(bare: pytest.MonkeyPatch) -> None:
         launch(nested, 2, ("here",))
 
 
-def context_without_variables() -> tuple[Context, dict[str, str]]:
+@on_ranks()
+def test_a_group_that_somebody_else_made() -> None:
     for name in NAMES:
         del os.environ[name]
-    return init(), {name: os.environ[name] for name in NAMES[:4]}
-
-
-def test_a_group_that_somebody_else_made(ranks: RankPool) -> None:
-    for rank, (ctx, exported) in enumerate(ranks.run(context_without_variables, 2)):
-        assert ctx == Context(rank, rank, 2, 2, torch.device("cpu"), "gloo")
-        assert list(exported.values()) == [str(rank), str(rank), "2", "2"]
+    ctx = init()
+    exported = {name: os.environ[name] for name in NAMES[:4]}
+    rank = dist.get_rank()
+    assert ctx == Context(rank, rank, 2, 2, torch.device("cpu"), "gloo")
+    assert list(exported.values()) == [str(rank), str(rank), "2", "2"]
 
 
 def test_a_rank_that_torchrun_has_started_again_finds_none_of_the_former(monkeypatch: pytest.MonkeyPatch) -> None:

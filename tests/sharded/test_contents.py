@@ -214,17 +214,13 @@ def _without(state: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in names}
 
 
-def job_raw_ddp() -> list[float]:
+@on_ranks()
+def test_raw_ddp_mixes_up_buffers_of_unlike_shapes() -> None:
     model = Cached("assignment")
     raw = nn.parallel.DistributedDataParallel(model, init_sync=False)
     model.table = torch.arange(8.0 + 8 * dist.get_rank()) + 100 * dist.get_rank()
     raw(torch.randn(3, 4), 0, 0.0)
-    return model.table.tolist()
-
-
-def test_raw_ddp_mixes_up_buffers_of_unlike_shapes(ranks: Any) -> None:
-    table = ranks.run(job_raw_ddp, 2)[1]
-    assert table[:8] == [*range(8)] and len(table) == 16
+    assert model.table[:8].tolist() == [*range(8)] and len(model.table) == 8 + 8 * dist.get_rank()
 
 
 # ------------------------------------------------------------------------------------------- changes after wrap

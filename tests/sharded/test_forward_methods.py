@@ -53,7 +53,8 @@ def clip() -> Clip:
     return Clip()
 
 
-def job_gathers() -> list[int]:
+@on_ranks()
+def test_a_method_that_calls_the_forward_gathers_as_often() -> None:
     model = fsshard.wrap(clip(), backend="fsdp2")
     fsshard.register_forward_method(model, "loss")
     counts = []
@@ -61,11 +62,7 @@ def job_gathers() -> list[int]:
         with torch.profiler.profile() as profile:
             loss().backward()
         counts.append(sum(event.name == "gloo:broadcast" for event in profile.events()))
-    return counts
-
-
-def test_a_method_that_calls_the_forward_gathers_as_often(ranks: Any) -> None:
-    assert ranks.run(job_gathers, 2)[0] == [2, 2, 2, 2]
+    assert counts == [2, 2, 2, 2]
 
 
 @on_backends(BACKENDS)
@@ -103,7 +100,8 @@ def test_registered_methods_are_those_of_the_bare_model(backend: str) -> None:
     assert all(found), found
 
 
-def job_in_bf16(backend: str) -> list[Any]:
+@on_backends(DISTRIBUTED)
+def test_under_mixed_precision_and_as_the_first_forward_within_full_parameters(backend: str) -> None:
     model, other = (
         fsshard.wrap(clip(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.Linear}) for _ in range(2)
     )
@@ -111,13 +109,7 @@ def job_in_bf16(backend: str) -> list[Any]:
     with torch.no_grad(), other.full_parameters():
         whole, text = other.module(SAMPLES), other.module.encode_text(SAMPLES)
     with torch.no_grad():
-        return [torch.equal(model.encode_text(SAMPLES), text), torch.equal(model(SAMPLES), whole)]
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_under_mixed_precision_and_as_the_first_forward_within_full_parameters(ranks: Any, backend: str) -> None:
-    for found in ranks.run(job_in_bf16, 2, backend):
-        assert found == [True, True]
+        assert torch.equal(model.encode_text(SAMPLES), text) and torch.equal(model(SAMPLES), whole)
 
 
 @on_ranks(1)

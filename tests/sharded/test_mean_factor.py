@@ -173,8 +173,16 @@ def leaves_by_hand() -> dict[str, Tensor]:
     return bare_trained(means_of)
 
 
-def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
-    model, optimizer = wrapped(**settings)
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    ("engine", "world_size"),
+    [({"backend": "none"}, 1), *((engine, size) for engine in NATIVE for size in (2, 4))],
+    ids=lambda value: value["backend"] if isinstance(value, dict) else str(value),
+)
+@on_ranks()
+def test_leaves_have_one_factor_on_any_number_of_ranks(engine: dict[str, Any], world_size: int) -> None:
+    expected = leaves_by_hand()
+    model, optimizer = wrapped(**engine)
     data = fsshard.data_rank()
     for step in range(STEPS):
         mine = range(data.rank, LEAVES, data.size)
@@ -182,19 +190,7 @@ def job_leaves(settings: dict[str, Any]) -> dict[str, Tensor]:
         for leaf in model.leaves(LEAVES):
             (sum_of(model, step, 0, leaf) * factor).backward()
         take_step(optimizer)
-    return weights_of(model)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("engine", "size"),
-    [({"backend": "none"}, 1), *((engine, size) for engine in NATIVE for size in (2, 4))],
-    ids=lambda value: value["backend"] if isinstance(value, dict) else str(value),
-)
-def test_leaves_have_one_factor_on_any_number_of_ranks(ranks: Any, engine: dict[str, Any], size: int) -> None:
-    expected = leaves_by_hand()
-    for weights in ranks.run(job_leaves, size, engine):
-        check_equal(expected, weights)
+    check_equal(expected, weights_of(model))
 
 
 BATCHES = (2, 4)
@@ -216,8 +212,11 @@ def joined_by_hand() -> dict[str, Tensor]:
     return bare_trained(means_of, max(BATCHES))
 
 
-def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
-    model, optimizer = wrapped(**settings)
+@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
+@on_ranks()
+def test_a_batch_that_is_repeated_does_not_count(engine: dict[str, Any]) -> None:
+    expected = joined_by_hand()
+    model, optimizer = wrapped(**engine)
     rank = dist.get_rank()
     with fsshard.join(model) as joined:
         for step in joined(range(BATCHES[rank])):
@@ -226,14 +225,7 @@ def job_joined(settings: dict[str, Any]) -> dict[str, Tensor]:
                 (sum_of(model, step, 0, rank) * factor).backward()
             (sum_of(model, step, 1, rank) * factor).backward()
             take_step(optimizer)
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=NAMES)
-def test_a_batch_that_is_repeated_does_not_count(ranks: Any, engine: dict[str, Any]) -> None:
-    expected = joined_by_hand()
-    for weights in ranks.run(job_joined, 2, engine):
-        check_equal(expected, weights)
+    check_equal(expected, weights_of(model))
 
 
 HALVES = (slice(0, 2), slice(2, None))

@@ -15,7 +15,7 @@ import fsshard
 from fsshard.errors import FsshardError, ModelError, OptimizerError
 from tests.dropped import PASSES, Known, run_pass
 from tests.models import Net, batch, net, take_step, with_adam, with_sgd
-from tests.on_ranks import on_backends
+from tests.on_ranks import on_backends, on_ranks
 from tests.parity.bare import average
 from tests.sharded.training import ALL, train, trained
 from tests.training_runs import DISTRIBUTED, check_equal, differences, lost_by_saving, ranks_of
@@ -81,7 +81,9 @@ def test_full_parameters(ranks: Any, backend: str) -> None:
 # ------------------------------------------------------------------------------------------------ accumulation
 
 
-def job_flag(backend: str) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("backend", ALL)
+@on_ranks(ranks_of)
+def test_ddps_attribute_is_no_sync(backend: str) -> None:
     """nanoGPT's loop, beside bare replicas that are averaged after the last micro-batch."""
 
     def steps(model: Any, optimizer: Any, averaged: Any) -> None:
@@ -102,13 +104,7 @@ def job_flag(backend: str) -> tuple[list[str], bool]:
     model(batch(0)).square().mean().backward()
     with pytest.raises(OptimizerError, match="the gradients are local"):
         optimizer.step()
-    return found, model.require_backward_grad_sync
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_ddps_attribute_is_no_sync(ranks: Any, backend: str) -> None:
-    size = ranks_of(backend)
-    assert ranks.run(job_flag, size, backend) == [([], False)] * size
+    assert not found and not model.require_backward_grad_sync
 
 
 @on_backends(ALL)
@@ -126,7 +122,10 @@ def test_the_attribute_may_change_in_no_sync_and_all_freeze_in_full_parameters(b
     assert not silenced and not any(flags)
 
 
-def job_writes(backend: str) -> int:
+@pytest.mark.parametrize("backend", ALL)
+@on_ranks(ranks_of)
+def test_attribute_writes_reach_the_units(backend: str) -> None:
+    """FSDP1 swallows ``fno_blocks.n_modes = ...``: its wrapper takes the write that is meant for the convolution."""
     from neuralop.models import FNO
 
     torch.manual_seed(0)
@@ -137,13 +136,7 @@ def job_writes(backend: str) -> int:
     model.fno_blocks.n_modes = (4, 4)
     blocks = model.module.fno_blocks
     convs = [getattr(conv, "module", conv) for conv in blocks.convs]
-    return convs[0].n_modes[0]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_attribute_writes_reach_the_units(ranks: Any, backend: str) -> None:
-    """FSDP1 swallows ``fno_blocks.n_modes = ...``: its wrapper takes the write that is meant for the convolution."""
-    assert ranks.run(job_writes, ranks_of(backend), backend)[0] == 4
+    assert convs[0].n_modes[0] == 4
 
 
 # ------------------------------------------------------------------------------------------------ dropped gradients

@@ -19,7 +19,7 @@ from tests import optimizers as written
 from tests.models import batch, net, take_step
 from tests.on_ranks import on_backends, on_ranks
 from tests.optimizers import Blocked, average
-from tests.training_runs import DISTRIBUTED, check_equal, differences, lost_by_saving
+from tests.training_runs import DISTRIBUTED, check_equal, differences, lost_by_saving, ranks_of
 
 OPERATIONS: dict[str, Any] = {
     "product": lambda a, b: a * b,
@@ -84,28 +84,6 @@ def loss_of(model: Any, number: int) -> torch.Tensor:
     return model(batch(number)).square().mean()
 
 
-def job_closure(backend: str, name: str, settings: dict[str, Any]) -> list[str]:
-    """Through the backend against bare replicas averaged by hand."""
-    optimizer_class = getattr(written, name, None) or getattr(torch.optim, name)
-    bare = net()
-    expected = written.by_hand(bare, optimizer_class(bare.parameters(), **settings), loss_of, steps=3)
-    model = fsshard.wrap(net(), backend=backend)
-    optimizer = fsshard.build_optimizer(model, optimizer_class, **settings)
-    for number in range(3):
-
-        def closure(number: int = number) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, number)
-            loss.backward()
-            return loss
-
-        closure()
-        optimizer.step(closure)
-    found = model.state_dict()
-    expected["steps"] = found["steps"]  # a buffer that counts forwards, and the evaluations differ
-    return list(differences(expected, found))
-
-
 CLOSURES: list[tuple[str, dict[str, Any]]] = [
     ("SignAscent", {}),
     ("SignAscent", {"how": "data"}),
@@ -125,13 +103,35 @@ CLOSURES: list[tuple[str, dict[str, Any]]] = [
     ],
     ids=lambda value: str(value),
 )
-def test_a_closure_sees_the_weights_as_they_are(ranks: Any, backend: str, name: str, settings: dict[str, Any]) -> None:
+@on_ranks(ranks_of)
+def test_a_closure_sees_the_weights_as_they_are(backend: str, name: str, settings: dict[str, Any]) -> None:
     """Called twice, after the weights were moved: OSS by itself would send them afterwards only."""
-    size = 1 if backend == "none" else 2
-    assert ranks.run(job_closure, size, backend, name, settings) == [[]] * size
+    optimizer_class = getattr(written, name, None) or getattr(torch.optim, name)
+    bare = net()
+    expected = written.by_hand(bare, optimizer_class(bare.parameters(), **settings), loss_of, steps=3)
+    model = fsshard.wrap(net(), backend=backend)
+    optimizer = fsshard.build_optimizer(model, optimizer_class, **settings)
+    for number in range(3):
+
+        def closure(number: int = number) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    found = model.state_dict()
+    expected["steps"] = found["steps"]  # a buffer that counts forwards, and the evaluations differ
+    check_equal(expected, found)
 
 
-def job_last_in_closure(backend: str, name: str) -> list[str]:
+@pytest.mark.covering
+@pytest.mark.covering
+@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
+@pytest.mark.parametrize("name", ["AdamW", "MyLion"])
+@on_ranks(ranks_of)
+def test_the_last_micro_batch_may_be_in_the_closure(backend: str, name: str) -> None:
     """Two micro-batches under no_sync, the last one in the closure, as Lightning has it."""
 
     def micro(model: Any, step: int, part: int) -> torch.Tensor:
@@ -158,16 +158,7 @@ def job_last_in_closure(backend: str, name: str) -> list[str]:
 
         optimizer.step(closure)
         optimizer.zero_grad()
-    return list(differences(dict(bare.state_dict()), model.state_dict()))
-
-
-@pytest.mark.covering
-@pytest.mark.covering
-@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
-@pytest.mark.parametrize("name", ["AdamW", "MyLion"])
-def test_the_last_micro_batch_may_be_in_the_closure(ranks: Any, backend: str, name: str) -> None:
-    size = 1 if backend == "none" else 2
-    assert ranks.run(job_last_in_closure, size, backend, name) == [[]] * size
+    check_equal(dict(bare.state_dict()), model.state_dict())
 
 
 def job_local(backend: str, what: str) -> None:
