@@ -6,9 +6,7 @@ import builtins
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,14 +200,6 @@ class Shifts(nn.Module):
         return torch.tanh(x + self.shift)
 
 
-def job_scripted_without_parameters(backend: str) -> Tensor:
-    """Two steps of a model with a part of torch.jit that holds nothing to shard."""
-    model = with_scripted_shift()
-    sharded, optimizer = with_sgd(model, backend=backend)
-    train_scripted(sharded, optimizer)
-    return sharded.state_dict()["0.weight"]
-
-
 def with_scripted_shift() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 2), torch.jit.script(Shifts()), nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
@@ -221,12 +211,14 @@ def train_scripted(model: Any, optimizer: Any) -> None:
         take_step(optimizer)
 
 
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_a_part_of_torch_jit_without_parameters_is_left_alone(ranks: Any, backend: str) -> None:
+@on_backends(DISTRIBUTED)
+def test_a_part_of_torch_jit_without_parameters_is_left_alone(backend: str) -> None:
+    """Two steps of a model with a part of torch.jit that holds nothing to shard."""
     model = with_scripted_shift()
     train_scripted(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for weight in ranks.run(job_scripted_without_parameters, 2, backend):
-        assert torch.equal(weight, model[0].weight)  # type: ignore[index]
+    sharded, optimizer = with_sgd(with_scripted_shift(), backend=backend)
+    train_scripted(sharded, optimizer)
+    assert torch.equal(sharded.state_dict()["0.weight"], model[0].weight)  # type: ignore[index]
 
 
 def test_bad_input_raises_on_every_rank_and_changes_nothing(ranks: Any) -> None:
@@ -284,17 +276,12 @@ def test_one_bad_rank_does_not_strand_the_other(ranks: Any) -> None:
 FRAMES = ["torch_settings.py", "compiling.py", "wrapping.py", "agreement.py", "agreement.py"]
 
 
-def job_unknown_backend() -> list[str]:
-    try:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_traceback_has_few_frames_of_ours(world_size: int) -> None:
+    with pytest.raises(UnknownBackend) as raised:
         fsshard.wrap(net(), backend="zero3")
-    except UnknownBackend as error:
-        return [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)][1:]
-    return ["no error"]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_traceback_has_few_frames_of_ours(ranks: Any, count: int) -> None:
-    assert ranks.run(job_unknown_backend, count) == [FRAMES] * count
+    assert [entry.path.name for entry in raised.traceback][1:] == FRAMES  # type: ignore[union-attr]
 
 
 def job_twice(how: str) -> None:

@@ -14,7 +14,7 @@ from fsshard.errors import OptimizerError
 from tests.models import batch, net
 from tests.on_ranks import on_ranks
 from tests.optimizers import average
-from tests.training_runs import DISTRIBUTED, differences
+from tests.training_runs import DISTRIBUTED, check_equal
 
 
 class Warmup:
@@ -65,7 +65,12 @@ def train(model: Any, optimizer: Any, scheduler: Any, name: str, between: Any = 
     return rates
 
 
-def job_goes_on(backend: str, name: str) -> list[Any]:
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*(("fsdp2", name) for name in SCHEDULERS), *((b, "OneCycleLR") for b in DISTRIBUTED if b != "fsdp2")],
+)
+@on_ranks()
+def test_a_scheduler_goes_on(backend: str, name: str) -> None:
     bare = net()
     reference = torch.optim.AdamW(bare.parameters(), lr=0.01)
     drives = SCHEDULERS[name](reference)
@@ -80,20 +85,9 @@ def job_goes_on(backend: str, name: str) -> list[Any]:
         rates = train(model, optimizer, scheduler, name)
     state = getattr(scheduler, "state_dict", dict)()
     same_state = [key for key in ("last_epoch", "_step_count", "_last_lr") if key in state]
-    told = [state[key] == drives.state_dict()[key] for key in same_state]
-    return [
-        scheduler is before,
-        rates == expected,
-        told,
-        list(differences(dict(bare.state_dict()), model.state_dict())),
-    ]
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on(ranks: Any, name: str) -> None:
-    for backend in DISTRIBUTED if name == "OneCycleLR" else ("fsdp2",):
-        for same, rates, state, different in ranks.run(job_goes_on, 2, backend, name):
-            assert same and rates and all(state) and different == [], backend
+    assert scheduler is before and rates == expected
+    assert all(state[key] == drives.state_dict()[key] for key in same_state)
+    check_equal(dict(bare.state_dict()), model.state_dict())
 
 
 @on_ranks()
@@ -111,7 +105,9 @@ def test_several_of_each() -> None:
     assert found == [list, list, [0.1, 0.05]]
 
 
-def job_kept_back(backend: str) -> list[Any]:
+@pytest.mark.parametrize("backend", ["fsdp2", "fairscale"])
+@on_ranks()
+def test_schedulers_that_were_not_handed_over_drive_the_new_optimizer_too(backend: str) -> None:
     """Schedulers that are not handed over, of which one leaves no mark on the optimizer, and one that is."""
     module = net()
     old = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -129,12 +125,7 @@ def job_kept_back(backend: str) -> list[Any]:
         schedulers[1].step(1.0)
     with pytest.raises(OptimizerError, match="use the one that wrap returned"):
         old.zero_grad()
-    return [optimizer.param_groups[0]["lr"], groups[0]["lr"]]
-
-
-def test_schedulers_that_were_not_handed_over_drive_the_new_optimizer_too(ranks: Any) -> None:
-    for backend in ("fsdp2", "fairscale"):
-        assert ranks.run(job_kept_back, 2, backend) == [[0.0125, 0.0125]] * 2
+    assert optimizer.param_groups[0]["lr"] == groups[0]["lr"] == 0.0125
 
 
 class WithoutRate(torch.optim.Optimizer):

@@ -141,18 +141,14 @@ def test_replicas_that_are_sharded_within(ranks: Any, engine: dict[str, Any]) ->
     check(ranks, engine, "accumulated", 4, (2, 2))
 
 
-def job_means_of_means() -> dict[str, Tensor]:
+@on_ranks()
+def test_a_mean_of_means_is_another_training() -> None:
     model, optimizer = wrapped(backend="ddp")
     for step in range(STEPS):
         (sum_of(model, step, 0, dist.get_rank()) / max(1, count_of(step, 0, dist.get_rank()))).backward()
         take_step(optimizer)
-    return weights_of(model)
-
-
-def test_a_mean_of_means_is_another_training(ranks: Any) -> None:
-    expected = by_hand(2, "plain")
-    found = ranks.run(job_means_of_means, 2)[0]
-    assert float((found["last.weight"] - expected["last.weight"]).abs().max()) > 1e-3
+    found, expected = (weights["last.weight"] for weights in (weights_of(model), by_hand(2, "plain")))
+    assert float((found - expected).abs().max()) > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------ leaves, join, meshes
@@ -250,10 +246,12 @@ def split_by_hand() -> dict[str, Tensor]:
     return bare_trained(means_of)
 
 
-def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+@pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)
+@on_ranks(4)
+def test_ranks_that_see_the_same_samples_count_once(engine: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
     rows = HALVES[mesh.get_local_rank("cp")]
-    model, optimizer = wrapped(device_mesh=mesh["data"], replicated={"": mesh["cp"]}, **settings)
+    model, optimizer = wrapped(device_mesh=mesh["data"], replicated={"": mesh["cp"]}, **engine)
     rank = fsshard.data_rank(mesh).rank
     with pytest.raises(RankMismatch) as refused:
         model.mean_factor(rows.stop or 4)
@@ -261,16 +259,9 @@ def job_split(settings: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
         factor = model.mean_factor(count_of(step, 0, rank))
         (sum_of(model, step, 0, rank, rows) * factor).backward()
         take_step(optimizer)
-    return weights_of(model), str(refused.value)
-
-
-@pytest.mark.parametrize("engine", NATIVE, ids=NATIVE_NAMES)
-def test_ranks_that_see_the_same_samples_count_once(ranks: Any, engine: dict[str, Any]) -> None:
-    expected = split_by_hand()
-    for weights, refused in ranks.run(job_split, 4, engine):
-        check_equal(expected, weights)
-        assert "ranks 0 and 1 differ in other mesh dimensions than data" in refused
-        assert "expected the same count, got 2 and 4; count whole samples" in refused
+    check_equal(split_by_hand(), weights_of(model))
+    assert "ranks 0 and 1 differ in other mesh dimensions than data" in str(refused.value)
+    assert "expected the same count, got 2 and 4; count whole samples" in str(refused.value)
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -52,30 +52,23 @@ def test_attributes_and_names_are_the_users_and_copying_says_what_to_do(backend:
 # ------------------------------------------------------------------------------------------------ full parameters
 
 
-def job_full(backend: str) -> list[Any]:
+@on_backends(ALL)
+def test_full_parameters(backend: str) -> None:
     model, optimizer = trained(backend)
     want = model.state_dict()
     with model.full_parameters() as whole:
-        same = list(differences(dict(whole), {k: v for k, v in want.items() if k != "steps"}))
-        seen = torch.equal(model.module.middle[0].weight, want["middle.0.weight"])
-        names = [(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]
+        check_equal(dict(whole), {k: v for k, v in want.items() if k != "steps"})
+        assert torch.equal(model.module.middle[0].weight, want["middle.0.weight"])
+        shapes = [[(n, tuple(p.shape), p.dtype) for n, p in each.named_parameters()] for each in (model, net())]
+        assert shapes[0] == shapes[1]
         with pytest.raises(FsshardError):
             model(batch(0))
     with model.full_parameters(writeback=True) as whole, torch.no_grad():
         whole["middle.0.weight"].mul_(2)
         whole["last.bias"].fill_(5)
     after = model.state_dict()
-    kept = [torch.equal(after["middle.0.weight"], 2 * want["middle.0.weight"]), float(after["last.bias"])]
-    losses = train(model, optimizer, range(2, 4))
-    return [same, seen, names, kept, losses]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_full_parameters(ranks: Any, backend: str) -> None:
-    reference = [(n, tuple(p.shape), p.dtype) for n, p in net().named_parameters()]
-    for same, seen, names, kept, losses in ranks.run(job_full, ranks_of(backend), backend):
-        assert (same, seen, names, kept) == ([], True, reference, [True, 5.0])
-        assert all(loss == loss for loss in losses)
+    assert torch.equal(after["middle.0.weight"], 2 * want["middle.0.weight"]) and float(after["last.bias"]) == 5.0
+    assert all(loss == loss for loss in train(model, optimizer, range(2, 4)))
 
 
 # ------------------------------------------------------------------------------------------------ accumulation
@@ -142,7 +135,8 @@ def test_attribute_writes_reach_the_units(backend: str) -> None:
 # ------------------------------------------------------------------------------------------------ dropped gradients
 
 
-def job_drops_one(backend: str, folder: str) -> list[str]:
+@on_backends(ALL)
+def test_a_gradient_that_is_dropped_by_hand_moves_nothing(backend: str, tmp_path: Any) -> None:
     """A last layer that is not trained in the first step, as in SwAV and DINO; beside replicas averaged by hand."""
     replica = net()
     bare = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
@@ -158,47 +152,33 @@ def job_drops_one(backend: str, folder: str) -> list[str]:
                     parameter.grad = None
         for each in (bare, optimizer):
             take_step(each)
-    fsshard.save(folder, model, optimizer)
-    fsshard.load(folder, model, optimizer)
+    fsshard.save(tmp_path / "saved", model, optimizer)
+    fsshard.load(tmp_path / "saved", model, optimizer)
     state = optimizer.state_dict()["state"]
     expected = {name: bare.state[parameter] for name, parameter in replica.named_parameters()}
-    return list(differences([replica.state_dict(), expected], [model.state_dict(), state]))
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_a_gradient_that_is_dropped_by_hand_moves_nothing(ranks: Any, backend: str, tmp_path: Any) -> None:
-    assert set(map(tuple, ranks.run(job_drops_one, ranks_of(backend), backend, str(tmp_path / "saved")))) == {()}
+    check_equal([replica.state_dict(), expected], [model.state_dict(), state])
 
 
 # ------------------------------------------------------------------------------------------------ saving themselves
 
 
-def job_saves_itself(backend: str, folder: str) -> tuple[str, dict[str, Any]]:
-    from tests.zoo import ZOO
-
-    model = fsshard.wrap(ZOO["tfno_tucker"].build(), backend=backend)
-    refused = ""
-    try:
-        model.save_checkpoint(folder, "model")
-    except FsshardError as error:
-        refused = str(error)
-    dist.barrier()
-    with model.full_parameters():
-        if dist.get_rank() == 0:
-            model.save_checkpoint(folder, "model")
-    weights = model.state_dict()
-    return refused, {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_a_model_saves_itself_whole(ranks: Any, backend: str, tmp_path: Any) -> None:
+@on_backends(["fsdp", "fsdp2"])
+def test_a_model_saves_itself_whole(backend: str, tmp_path: Any) -> None:
     """neuraloperator's ``save_checkpoint`` writes half the numbers under raw FSDP1, and hangs under raw FSDP2."""
     from neuralop.models import TFNO
 
-    refused, weights = ranks.run(job_saves_itself, 2, backend, str(tmp_path))[0]
-    assert "full_parameters" in refused
-    read = TFNO.from_checkpoint(tmp_path, "model").state_dict()
-    check_equal(weights, {k: v for k, v in read.items() if isinstance(v, Tensor)})
+    from tests.zoo import ZOO
+
+    model = fsshard.wrap(ZOO["tfno_tucker"].build(), backend=backend)
+    with pytest.raises(FsshardError, match="full_parameters"):
+        model.save_checkpoint(tmp_path, "model")
+    dist.barrier()
+    with model.full_parameters():
+        if dist.get_rank() == 0:
+            model.save_checkpoint(tmp_path, "model")
+    dist.barrier()
+    states = model.state_dict(), TFNO.from_checkpoint(tmp_path, "model").state_dict()
+    check_equal(*({k: v for k, v in state.items() if isinstance(v, Tensor)} for state in states))
 
 
 # ------------------------------------------------------------------------------------------------ its end
@@ -228,7 +208,8 @@ class Named(nn.ModuleDict):
         return self["a"](x)  # type: ignore[no-any-return]
 
 
-def job_containers(backend: str) -> list[bool]:
+@on_backends([*DISTRIBUTED, "none"])
+def test_a_container_is_one_when_wrapped(backend: str) -> None:
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
     model = fsshard.wrap(nn.Sequential(*layers), backend=backend)
     found = [isinstance(model, fsshard.ShardedModule), isinstance(model.module, nn.Sequential)]
@@ -247,12 +228,7 @@ def job_containers(backend: str) -> list[bool]:
         with pytest.raises(TypeError):
             use()
     named = fsshard.wrap(Named({"a": nn.Linear(2, 2)}), backend=backend)
-    return [*found, "a" in named, list(named) == ["a"], named["a"] is named.module["a"]]
-
-
-@pytest.mark.parametrize("backend", [*DISTRIBUTED, "none"])
-def test_a_container_is_one_when_wrapped(ranks: Any, backend: str) -> None:
-    assert all(all(found) for found in ranks.run(job_containers, ranks_of(backend), backend))
+    assert all([*found, "a" in named, list(named) == ["a"], named["a"] is named.module["a"]]), found
 
 
 # ------------------------------------------------------------------------------------------------ modes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fsshard
 from fsshard.errors import OptimizerError, StateDictError, UnsupportedByBackend
@@ -98,20 +98,21 @@ def test_a_group_may_be_empty(backend: str) -> None:
     check_equal(*finals)
 
 
-def job_adagrad() -> float:
+@on_ranks()
+def test_adagrad_has_state_before_its_first_step() -> None:
     module = net()
     model, optimizer = fsshard.wrap(module, torch.optim.Adagrad(module.parameters(), lr=0.1), backend="fsdp2")
-    return step(model, optimizer)
-
-
-def test_adagrad_has_state_before_its_first_step(ranks: Any) -> None:
-    assert ranks.run(job_adagrad, 2)[0] > 0
+    assert step(model, optimizer) > 0
 
 
 # ------------------------------------------------------------------------------------------------ foreign optimizers
 
 
-def job_foreign(backend: str, when: str) -> str:
+@pytest.mark.covering
+@pytest.mark.parametrize("when", ["before", "after", "of the inner module"])
+@on_backends(ALL)
+def test_a_plain_optimizer_over_managed_parameters_raises(backend: str, when: str) -> None:
+    """Otherwise it would update stale parameters, or one shard by its local gradient, and say nothing."""
     module = net()
     before = torch.optim.SGD(module.parameters(), lr=0.1)
     model = fsshard.wrap(module, backend=backend)
@@ -124,49 +125,29 @@ def job_foreign(backend: str, when: str) -> str:
     else:
         optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
     model(batch(0)).square().mean().backward()
-    try:
+    with pytest.raises(OptimizerError, match=r"fsshard\.build_optimizer"):
         optimizer.step()
-    except OptimizerError as error:
-        return str(error)
-    return "stepped"
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("when", ["before", "after", "of the inner module"])
-@pytest.mark.parametrize("backend", ALL)
-def test_a_plain_optimizer_over_managed_parameters_raises(ranks: Any, backend: str, when: str) -> None:
-    """Otherwise it would update stale parameters, or one shard by its local gradient, and say nothing."""
-    for message in ranks.run(job_foreign, ranks_of(backend), backend, when):
-        assert "fsshard.build_optimizer" in message
-
-
-def job_compiled_beside_a_wrapped_model() -> list[Tensor]:
+@on_ranks(1)
+def test_a_compiled_step_of_another_model_is_left_alone() -> None:
     """A bare model whose optimizer's step is compiled, while a wrapped model lives: its step is looked at, too."""
-    model = fsshard.wrap(net(), backend="none")
-    torch.manual_seed(0)
-    bare = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    compiled = torch.compile(optimizer.step, backend="eager")
-    for number in range(3):
-        bare(torch.full((2, 3), float(number))).sum().backward()
-        compiled()
-        optimizer.zero_grad()
+    model, weights = fsshard.wrap(net(), backend="none"), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        bare = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            bare(torch.full((2, 3), float(number))).sum().backward()
+            step()
+            optimizer.zero_grad()
+        weights.append(dict(bare.state_dict()))
+    check_equal(*weights)
     managed = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0)).square().mean().backward()
     with pytest.raises(OptimizerError, match=r"fsshard\.build_optimizer"):
         torch.compile(managed.step, backend="eager")()
-    return [parameter.detach() for parameter in bare.parameters()]
-
-
-def test_a_compiled_step_of_another_model_is_left_alone(ranks: Any) -> None:
-    torch.manual_seed(0)
-    bare = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-    for number in range(3):
-        bare(torch.full((2, 3), float(number))).sum().backward()
-        take_step(optimizer)
-    for found, expected in zip(ranks.run(job_compiled_beside_a_wrapped_model, 1)[0], bare.parameters(), strict=True):
-        assert torch.equal(found, expected)
 
 
 @on_backends(DISTRIBUTED)
@@ -217,8 +198,9 @@ def test_forms_of_param_groups(form: str) -> None:
     assert not wrong
 
 
-def job_put_groups(backend: str) -> tuple[Any, list[str], str]:
-    """Ends where an optimizer that was built with these groups does."""
+@on_backends(DISTRIBUTED)
+def test_groups_are_put_in_place_of_others(backend: str) -> None:
+    """As Lightning's BaseFinetuning does when it goes on: ends where an optimizer that was built with them does."""
     groups = [{"params": ["first.weight"], "lr": 0.2}, {"params": ["middle.0.weight"]}]
 
     def train(built_with: Any) -> tuple[Any, Any]:
@@ -231,21 +213,13 @@ def job_put_groups(backend: str) -> tuple[Any, list[str], str]:
             step(model, optimizer, number)
         return model.state_dict(), optimizer.state_dict()["param_groups"]
 
-    try:
-        (weights, told), (expected, also) = train(["first.weight"]), train(groups)
-    except UnsupportedByBackend as error:
-        return None, [], str(error)
-    return told == also, list(differences(expected, weights)), ""
-
-
-@pytest.mark.parametrize("backend", DISTRIBUTED)
-def test_groups_are_put_in_place_of_others(ranks: Any, backend: str) -> None:
-    """As Lightning's BaseFinetuning does when it goes on."""
-    same, differ, refused = ranks.run(job_put_groups, 2, backend)[0]
     if backend == "fairscale":
-        assert "param_groups = ..." in refused and "build a second optimizer" in refused
+        with pytest.raises(UnsupportedByBackend, match=r"param_groups = \.\.\..*build a second optimizer"):
+            train(["first.weight"])
     else:
-        assert same and not differ and not refused
+        (weights, told), (expected, also) = train(["first.weight"]), train(groups)
+        assert told == also
+        check_equal(expected, weights)
 
 
 @on_ranks()
@@ -318,7 +292,10 @@ def test_state_that_does_not_fit(kind: str, text: str) -> None:
     assert text in str(raised.value)
 
 
-def job_held_state(backend: str, kind: Any, whole: bool) -> None:
+@pytest.mark.parametrize(("kind", "whole"), [(torch.optim.Adam, False), (MyLion, False), (MyMuon, True)])
+@on_backends(ALL)
+def test_a_state_that_is_kept_is_the_latest(backend: str, kind: Any, whole: bool) -> None:
+    """In a step it lies under what the optimizer was shown."""
     model = fsshard.wrap(net(), backend=backend)
     optimizer = fsshard.build_optimizer(model, kind, whole=whole, lr=0.01)
     held, stored = optimizer.state, {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -334,13 +311,6 @@ def job_held_state(backend: str, kind: Any, whole: bool) -> None:
     assert held[new] == {} and held.pop(new) == {} and new not in held  # as torch's
     for copied in (held.copy(), copy.copy(held), *([copy.deepcopy(held)] if backend == "ddp" else [])):
         assert type(copied) is dict and len(copied) == len(held)
-
-
-@pytest.mark.parametrize(("kind", "whole"), [(torch.optim.Adam, False), (MyLion, False), (MyMuon, True)])
-def test_a_state_that_is_kept_is_the_latest(ranks: Any, kind: Any, whole: bool) -> None:
-    """In a step it lies under what the optimizer was shown."""
-    for backend in ALL:
-        ranks.run(job_held_state, ranks_of(backend), backend, kind, whole)
 
 
 @on_backends(["fsdp2", "fsdp", "fairscale", "ddp"])

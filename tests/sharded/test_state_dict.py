@@ -230,30 +230,23 @@ def older_version() -> dict[str, Tensor]:
     }
 
 
-def job_modules_that_read(backends: list[str]) -> list[str]:
+@on_backends(["none", *DISTRIBUTED])
+def test_modules_read_state_dicts_as_their_code_says(backend: str) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(Transposed(), Joined())
 
-    bare, before, found = build(), dict(build().state_dict()), []
+    bare, before = build(), dict(build().state_dict())
     bare.load_state_dict(older_version())
-    for backend in backends:
-        model = fsshard.wrap(build(), backend=backend, auto_wrap_policy={Transposed})
-        for wrong in ({"0.other": torch.zeros(1)}, {"0.table": torch.zeros(5)}, {"0.kernel": torch.zeros(4, 3)}):
-            with pytest.raises(StateDictError):
-                model.load_state_dict(older_version() | wrong)
-            found += [f"{backend}, refused: {text}" for text in differences(before, model.state_dict())]
-        model.load_state_dict(older_version())
-        found += [f"{backend}: {text}" for text in differences(dict(bare.state_dict()), model.state_dict())]
-        norms = fsshard.wrap(nn.BatchNorm1d(4), backend=backend)
-        norms.load_state_dict({key.removeprefix("1.norm."): v for key, v in older_version().items() if "norm" in key})
-    return found
-
-
-@pytest.mark.parametrize("backends", [["none"], list(DISTRIBUTED)], ids=["none", "engines"])
-def test_modules_read_state_dicts_as_their_code_says(ranks: Any, backends: list[str]) -> None:
-    for found in ranks.run(job_modules_that_read, 1 if backends == ["none"] else 2, backends):
-        assert not found
+    model = fsshard.wrap(build(), backend=backend, auto_wrap_policy={Transposed})
+    for wrong in ({"0.other": torch.zeros(1)}, {"0.table": torch.zeros(5)}, {"0.kernel": torch.zeros(4, 3)}):
+        with pytest.raises(StateDictError):
+            model.load_state_dict(older_version() | wrong)
+        check_equal(before, model.state_dict())
+    model.load_state_dict(older_version())
+    check_equal(dict(bare.state_dict()), model.state_dict())
+    norms = fsshard.wrap(nn.BatchNorm1d(4), backend=backend)
+    norms.load_state_dict({key.removeprefix("1.norm."): v for key, v in older_version().items() if "norm" in key})
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -324,16 +317,12 @@ def test_ranks_that_load_different_dicts_are_told(backend: str) -> None:
     check_equal(state, optimizer.state_dict())
 
 
-def job_own_buffers(broadcast: bool) -> float:
-    """Each rank loads other running means; return what this one has then, in a forward that does not sync them."""
+@pytest.mark.parametrize(("broadcast", "means"), [(True, [1.0, 1.0]), (False, [1.0, 2.0])])
+@on_ranks()
+def test_buffers_that_ranks_load_are_the_first_ones_or_their_own(broadcast: bool, means: Any) -> None:
     model = fsshard.wrap(nn.BatchNorm1d(3), backend="ddp", broadcast_buffers=broadcast)
     model.load_state_dict({**model.state_dict(), "running_mean": torch.full((3,), 1.0 + dist.get_rank())})
-    return float(model.module.running_mean[0])
-
-
-@pytest.mark.parametrize(("broadcast", "means"), [(True, [1.0, 1.0]), (False, [1.0, 2.0])])
-def test_buffers_that_ranks_load_are_the_first_ones_or_their_own(ranks: Any, broadcast: bool, means: Any) -> None:
-    assert ranks.run(job_own_buffers, 2, broadcast) == means
+    assert float(model.module.running_mean[0]) == means[dist.get_rank()]
 
 
 class WritesItsOwn(Spectral):

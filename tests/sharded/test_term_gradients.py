@@ -133,8 +133,19 @@ def wrapped(engine: str, dtype: torch.dtype, **more: Any) -> tuple[Any, Any]:
     return model, fsshard.build_optimizer(model, torch.optim.Adam, lr=1e-2)
 
 
-def job(engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool) -> None:
-    """Train by weighted terms in steps of two micro-batches, as the same model that compares no gradients does."""
+@pytest.mark.covering(2)
+@pytest.mark.covering
+@pytest.mark.parametrize(("dtype", "silent"), [(torch.float64, False), (torch.float32, True)])
+@pytest.mark.parametrize("terms_of", [supervised, burgers])
+@pytest.mark.parametrize(("engine", "world_size"), [(name, ranks_of(ENGINES[name]["backend"])) for name in ENGINES])
+@on_ranks()
+def test_numbers_are_those_of_averaged_replicas(
+    engine: str, world_size: int, terms_of: Terms, dtype: torch.dtype, silent: bool
+) -> None:
+    """And nothing else changes: gradients of earlier micro-batches, and the weights that the loss trains.
+
+    Train by weighted terms in steps of two micro-batches, as the same model that compares no gradients does.
+    """
     bare = build(dtype)
     judge = torch.optim.Adam(bare.parameters(), lr=1e-2)
     (model, optimizer), (other, others) = wrapped(engine, dtype), wrapped(engine, dtype)
@@ -162,18 +173,6 @@ def job(engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool) -> None:
     assert not any(
         tensor.untyped_storage().size() for tensor in model.backend.held_by_engine().get("gathered units", ())
     )
-
-
-@pytest.mark.covering(2)
-@pytest.mark.covering
-@pytest.mark.parametrize(("dtype", "silent"), [(torch.float64, False), (torch.float32, True)])
-@pytest.mark.parametrize("terms_of", [supervised, burgers])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_numbers_are_those_of_averaged_replicas(
-    ranks: Any, engine: str, terms_of: Terms, dtype: torch.dtype, silent: bool
-) -> None:
-    """And nothing else changes: gradients of earlier micro-batches, and the weights that the loss trains."""
-    ranks.run(job, ranks_of(ENGINES[engine]["backend"]), engine, terms_of, dtype, silent)
 
 
 @pytest.mark.parametrize("engine", often(["ddp", "fairscale", "native", "fsdp2", "fsdp"], "native", "fsdp2"))
@@ -206,15 +205,10 @@ def test_mixed_precision_is_as_close_as_it_rounds(ranks: Any) -> None:
         torch.testing.assert_close(ranks.run(job_narrow, 2, engine)[0], want, rtol=2e-2, atol=2e-2)
 
 
-def job_refused() -> str:
-    with pytest.raises(UnsupportedByBackend) as error:
+@on_ranks()
+def test_fsdp_in_mixed_precision_says_who_can() -> None:
+    with pytest.raises(UnsupportedByBackend, match=r"term_gradients in mixed precision.*use backend='fsdp2'$"):
         job_narrow("fsdp")
-    return str(error.value)
-
-
-def test_fsdp_in_mixed_precision_says_who_can(ranks: Any) -> None:
-    assert "term_gradients in mixed precision" in (told := ranks.run(job_refused, 2)[0])
-    assert told.endswith("use backend='fsdp2'")
 
 
 def job_mistakes() -> list[str]:
@@ -240,14 +234,10 @@ def test_what_is_no_term_is_refused_on_every_rank(ranks: Any) -> None:
     assert "terms[0]" in one and "terms[0]" in other
 
 
-def job_mesh() -> str:
+@on_ranks()
+def test_other_mesh_dimensions_are_refused() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "cp"))
     names = {name: mesh["cp"] for name, _ in build(torch.float32).named_parameters()}
     model, _ = wrapped("ddp", torch.float32, device_mesh=mesh["data"], replicated=names)
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises(ConfigurationError, match="other mesh dimensions than data"):
         model.term_gradients(supervised(model, 0))
-    return str(error.value)
-
-
-def test_other_mesh_dimensions_are_refused(ranks: Any) -> None:
-    assert "other mesh dimensions than data" in ranks.run(job_mesh, 2)[0]
