@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from tests.models import Spectral, batch, net, take_step
 from tests.on_ranks import on_backends, on_ranks
 from tests.portability.runs import unlike
 from tests.sets import often
-from tests.training_runs import check_equal, differences
+from tests.training_runs import check_equal
 
 
 class Growing(nn.Module):
@@ -229,23 +228,20 @@ def test_extra_state_is_as_large_as_it_was(tmp_path: Any) -> None:
     assert history.tolist() == [0.0, 1.0, 2.0]
 
 
-def job_kinds_of_tensors(folder: str) -> list[Any]:
+@on_ranks()
+def test_ranks_keep_their_own_kinds_of_tensors(tmp_path: Path) -> None:
     """Zeros of another dtype and shape on each rank have the same bytes."""
     model, _ = trained(net())
     rank = dist.get_rank()
     mine = torch.zeros(3, 2, dtype=torch.int32) if rank else torch.zeros(2, 3)
     torch.set_default_device("meta")  # what a script sets for its models is none of a checkpoint's business
     try:
-        fsshard.save(f"{folder}/last", model, mine=mine)
-        found = fsshard.load(f"{folder}/last", model).state["mine"]
+        fsshard.save(tmp_path / "last", model, mine=mine)
+        found = fsshard.load(tmp_path / "last", model).state["mine"]
     finally:
         torch.set_default_device(None)  # "cpu" would have every call of torch go through Python from then on
-    return [str(found.dtype), list(found.shape), str(found.device)]
-
-
-def test_ranks_keep_their_own_kinds_of_tensors(ranks: RankPool, tmp_path: Any) -> None:
-    found = ranks.run(job_kinds_of_tensors, 2, str(tmp_path))
-    assert found == [["torch.float32", [2, 3], "cpu"], ["torch.int32", [3, 2], "cpu"]]
+    assert str(found.device) == "cpu"
+    check_equal(mine, found)
 
 
 @on_ranks()
@@ -280,27 +276,24 @@ class TwoParts(nn.Module):
         return self.second(made if both else made.detach()).mean()
 
 
-def job_stops_before_a_unit(path: str, backend: str, order: list[bool]) -> list[str]:
-    """Save behind backward passes, of which some end before the first part; return what differs once it is loaded."""
+@pytest.mark.parametrize("order", [[True, False], [False], [False, True]])
+@pytest.mark.parametrize(("backend", "world_size"), [("fsdp", 1), ("fsdp", 2), ("fsdp2", 1), ("fsdp2", 2), ("none", 1)])
+@on_ranks()
+def test_behind_a_backward_that_stops_before_a_unit(
+    tmp_path: Path, backend: str, world_size: int, order: list[bool]
+) -> None:
+    """Save behind backward passes, of which some end before the first part."""
     models = [fsshard.wrap(TwoParts(), backend=backend, find_unused_parameters=True) for _ in range(2)]
     optimizers = [fsshard.build_optimizer(model, torch.optim.Adam, lr=0.01) for model in models]
     for both in order:
         models[0](batch(0), both).backward()
         take_step(optimizers[0])
     pending = models[0](batch(0), order[0])  # its backward comes later
-    fsshard.save(path, models[0], optimizers[0])
+    fsshard.save(tmp_path / "saved", models[0], optimizers[0])
     pending.backward()
-    fsshard.load(path, models[1], optimizers[1])
-    states = [(model.state_dict(), optimizer.state_dict()) for model, optimizer in zip(models, optimizers, strict=True)]
-    return [*differences(states[0][0], states[1][0]), *differences(states[0][1], states[1][1])]
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "none"])
-def test_behind_a_backward_that_stops_before_a_unit(ranks: RankPool, tmp_path: Path, backend: str) -> None:
-    for world in (1, 2) if backend != "none" else (1,):
-        for number, order in enumerate(([True, False], [False], [False, True])):
-            path = tmp_path / f"{world}-{number}"
-            assert not any(ranks.run(job_stops_before_a_unit, world, str(path), backend, order))
+    fsshard.load(tmp_path / "saved", models[1], optimizers[1])
+    for one, other in (models, optimizers):
+        check_equal(one.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -415,16 +408,14 @@ def test_what_is_no_group_of_objects_stays() -> None:
 # ------------------------------------------------------------------------------------------------ paths
 
 
-def job_at_home(home: str) -> list[Any]:
+@on_ranks()
+def test_paths_from_the_home_directory(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", home)
+        patch.setenv("HOME", str(tmp_path))
         model, optimizer = trained(net())
         saved = fsshard.save("~/runs/c", model, optimizer).path
-        return [str(saved), str(fsshard.load("~/runs/c", model, optimizer).path), str(fsshard.latest("~/runs"))]
-
-
-def test_paths_from_the_home_directory(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(job_at_home, 2, str(tmp_path)) == 2 * [3 * [str(tmp_path / "runs" / "c")]]
+        paths = [saved, fsshard.load("~/runs/c", model, optimizer).path, fsshard.latest("~/runs")]
+    assert [*map(str, paths)] == 3 * [str(tmp_path / "runs" / "c")]
 
 
 # ------------------------------------------------------------------------------------------------ generators
@@ -474,7 +465,8 @@ def observed() -> nn.Module:
     return quantization.prepare_qat(module)
 
 
-def job_resumed_qat(backend: str, folder: str) -> list[str]:
+@on_backends(["ddp", "fsdp2"])
+def test_observers_that_take_their_shape_from_data_resume(backend: str, tmp_path: Path) -> None:
     def step(model: Any, optimizer: Any, number: int) -> None:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
         model(x).square().mean().backward()
@@ -487,20 +479,12 @@ def job_resumed_qat(backend: str, folder: str) -> list[str]:
     stayed = made()
     for number in range(2):
         step(*stayed, number)
-    fsshard.save(folder, *stayed)
+    fsshard.save(tmp_path / "saved", *stayed)
     moved = made()
-    fsshard.load(folder, *moved)
+    fsshard.load(tmp_path / "saved", *moved)
     for run in (stayed, moved):
         step(*run, 2)
-    one, other = (run[0].state_dict() for run in (stayed, moved))
-    return [key for key, value in one.items() if not torch.equal(value, other[key])]
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_observers_that_take_their_shape_from_data_resume(ranks: Any, tmp_path: Path, backend: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert ranks.run(job_resumed_qat, 2, backend, str(tmp_path / "saved")) == [[], []]
+    check_equal(*(run[0].state_dict() for run in (stayed, moved)))
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from fsshard.model.recomputation import RecomputationError
 from tests.model.recomputed import BLOCKS, LAYOUTS, Counter, stack, train
 from tests.model.recomputed import Block as HardBlock
 from tests.models import with_adam
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
 from tests.training_runs import DISTRIBUTED, check_equal, differences, ranks_of
 from tests.zoo import ZOO
@@ -182,24 +182,6 @@ def wrapped_before(wrapper: str) -> nn.Module:
     return module
 
 
-def job_wrapped_before(backend: str, wrapper: str, layout: str) -> list[str]:
-    import tests.model.recomputed as jobs
-
-    units, choice = LAYOUTS[layout]
-    plain = train(backend, auto_wrap_policy=units)
-    jobs.stack = functools.partial(wrapped_before, wrapper)  # type: ignore[assignment]
-    try:
-        found = []
-        for asked in (None, choice):
-            other = train(backend, auto_wrap_policy=units, activation_checkpointing=asked)
-            calls = other.pop("calls")[0]
-            assert calls == ([1, 2, 1, 2] if asked is None else [2, 2, 2, 2]), calls
-            found += differences({k: v for k, v in plain.items() if k != "calls"}, other)
-        return found
-    finally:
-        jobs.stack = stack
-
-
 WRAPPED = [
     ("FairScale's", "in the root, which is the only unit"),
     ("FairScale's with offloading", "the units"),
@@ -209,16 +191,30 @@ WRAPPED = [
 
 @pytest.mark.covering
 @pytest.mark.parametrize(("wrapper", "layout", "backend"), [(*how, backend) for how in WRAPPED for backend in BACKENDS])
-def test_a_wrapper_of_before_is_honoured_everywhere(ranks: Any, wrapper: str, backend: str, layout: str) -> None:
+@on_ranks(ranks_of)
+def test_a_wrapper_of_before_is_honoured_everywhere(wrapper: str, backend: str, layout: str) -> None:
     """FairScale's, reentrant as it is, fails under FSDP1 inside of a unit, and sums in another order."""
-    for found in ranks.run(job_wrapped_before, ranks_of(backend), backend, wrapper, layout):
-        assert found == []
+    import tests.model.recomputed as jobs
+
+    units, choice = LAYOUTS[layout]
+    plain = train(backend, auto_wrap_policy=units)
+    jobs.stack = functools.partial(wrapped_before, wrapper)  # type: ignore[assignment]
+    try:
+        for asked in (None, choice):
+            other = train(backend, auto_wrap_policy=units, activation_checkpointing=asked)
+            calls = other.pop("calls")[0]
+            assert calls == ([1, 2, 1, 2] if asked is None else [2, 2, 2, 2]), calls
+            check_equal({k: v for k, v in plain.items() if k != "calls"}, other)
+    finally:
+        jobs.stack = stack
 
 
 # ------------------------------------------------------------------------------------------ caches and other state
 
 
-def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
+@on_backends(often(BACKENDS, "fsdp2", "none"))
+def test_caches_are_turned_off_with_one_line(backend: str) -> None:
+    """Left on, T5 raises CheckpointError, and GPT-2's cache holds everything twice."""
     from transformers import T5ForConditionalGeneration
 
     def build() -> T5ForConditionalGeneration:
@@ -236,16 +232,9 @@ def job_use_cache(backend: str) -> tuple[list[bool], list[str], list[str]]:
             optimizer.step()
             traces.append({"loss": loss.item(), **net.state_dict()})
     configs = [net.config.use_cache, net.encoder.config.use_cache, net.decoder.config.use_cache]
-    return configs, [text for text in said if "use_cache" in text], list(differences(*traces))
-
-
-@pytest.mark.parametrize("backend", often(BACKENDS, "fsdp2", "none"))
-def test_caches_are_turned_off_with_one_line(ranks: Any, backend: str) -> None:
-    """Left on, T5 raises CheckpointError, and GPT-2's cache holds everything twice."""
-    for rank, (configs, said, found) in enumerate(ranks.run(job_use_cache, ranks_of(backend), backend)):
-        assert configs == [False] * 3
-        assert len(said) == (rank == 0)
-        assert found == []
+    assert configs == [False] * 3
+    assert len([text for text in said if "use_cache" in text]) == (dist.get_rank() == 0)
+    check_equal(*traces)
 
 
 class Cached(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -23,9 +24,9 @@ from fsshard.model.precision import _cast, bf16_ready, bfSixteen, check_buffers,
 from fsshard.planning.plan import plan
 from fsshard.planning.policies import Precision
 from tests.models import Spectral, batch, net, take_step, with_sgd
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.parity.bare import average
-from tests.training_runs import DISTRIBUTED, Run, compare, ranks_of, train
+from tests.training_runs import DISTRIBUTED, Run, check_equal, compare, train
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ALL = (*DISTRIBUTED, "none")
@@ -81,7 +82,7 @@ def test_with_recomputed_blocks(ranks: RankPool, case: str, blocks: Any) -> None
     assert ranks.run(compare, 2, runs) == [[], []]
 
 
-def job_checkpointed_before(how: str) -> list[Tensor]:
+def with_blocks_checkpointed(how: str) -> list[Tensor]:
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
     if how == "torch":
@@ -96,10 +97,10 @@ def job_checkpointed_before(how: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", ["torch", "ours"])
-def test_with_blocks_that_were_checkpointed_before(ranks: RankPool, how: str) -> None:
+@on_ranks(1)
+def test_with_blocks_that_were_checkpointed_before(how: str) -> None:
     """Blocks that the user has wrapped before: by torch's wrapper module, or by a forward of ours."""
-    plain, wrapped = (ranks.run(job_checkpointed_before, 1, way)[0] for way in ("", how))
-    assert plain and all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
+    check_equal(*(with_blocks_checkpointed(way) for way in ("", how)))
 
 
 @pytest.mark.parametrize(
@@ -118,17 +119,15 @@ def test_ways_of_training(ranks: RankPool, case: str, extra: dict[str, Any]) -> 
     assert ranks.run(compare, 2, runs) == [[], []]
 
 
-def job_accumulated(backend: str) -> dict[str, Tensor | None]:
-    return train(Run("tfno_tucker", backend, 1, settings={"mixed_precision": "bf16"}, micro_batches=3)).gradients[0]
-
-
-def test_accumulation_under_fsdp(ranks: RankPool) -> None:
+@on_ranks()
+def test_accumulation_under_fsdp() -> None:
     """FSDP1 would add the micro-batches in bfloat16. Here it adds their means in float32: another order of six terms.
 
     Each of the five additions rounds by half an ulp (2^-24) of a partial sum, in either order, and no partial sum is
     larger than the sum of the terms' moduli, here bounded by four times the largest gradient.
     """
-    fsdp, ddp = (ranks.run(job_accumulated, 2, backend)[0] for backend in ("fsdp", "ddp"))
+    run = Run("tfno_tucker", "fsdp", 1, settings={"mixed_precision": "bf16"}, micro_batches=3)
+    fsdp, ddp = (train(each).gradients[0] for each in (run, dataclasses.replace(run, backend="ddp")))
     for name, gradient in ddp.items():
         assert gradient is not None and fsdp[name] is not None
         assert (fsdp[name] - gradient).abs().max() <= 10 * 2**-24 * 4 * gradient.abs().max(), name
@@ -169,9 +168,10 @@ class Probed(nn.Module):
         return {**out, "z": z}
 
 
-def job_casts(backend: str, precision: Any) -> list[Any]:
+@on_backends(ALL)
+def test_what_is_cast_where(backend: str) -> None:
     torch.manual_seed(0)
-    module = Probed()
+    module, precision = Probed(), Precision(param=BF16, reduce=FP32, buffer=BF16, output=FP16)
     model = fsshard.wrap(module, backend=backend, mixed_precision=precision, auto_wrap_policy={Probe})
     fsshard.build_optimizer(model, torch.optim.SGD, lr=0.1)
     out = model(torch.randn(3, 4, dtype=torch.float64))
@@ -180,21 +180,13 @@ def job_casts(backend: str, precision: Any) -> list[Any]:
     gradients = {gradient.dtype for gradient in found if gradient is not None}
     stored = {e.local().dtype for e in model.backend.entries.values()}
     state = {key: value.dtype for key, value in model.state_dict().items()}
-    return [module.probe.seen, module.seen, module.inside, out["y"].dtype, out["index"].dtype, gradients, stored, state]
-
-
-@pytest.mark.parametrize("backend", ALL)
-def test_what_is_cast_where(ranks: RankPool, backend: str) -> None:
-    precision = Precision(param=BF16, reduce=FP32, buffer=BF16, output=FP16)
-    for result in ranks.run(job_casts, ranks_of(backend), backend, precision):
-        probe, outer, inside, output, index, gradients, stored, state = result
-        assert probe == [BF16, BF16, torch.int64, BF16, BF16]
-        assert outer == [BF16, BF16, BF16, BF16]
-        assert inside == [FP32, torch.complex64, FP32, FP32]  # fp32 units: inputs cast in, outputs cast out
-        assert output == FP16 and index == torch.int64
-        assert gradients == stored == {FP32}  # master weights
-        assert state["probe.shift"] == FP32 and state["norm.running_mean"] == FP32
-        assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
+    assert module.probe.seen == [BF16, BF16, torch.int64, BF16, BF16]
+    assert module.seen == [BF16, BF16, BF16, BF16]
+    assert module.inside == [FP32, torch.complex64, FP32, FP32]  # fp32 units: inputs cast in, outputs cast out
+    assert out["y"].dtype == FP16 and out["index"].dtype == torch.int64
+    assert gradients == stored == {FP32}  # master weights
+    assert state["probe.shift"] == FP32 and state["norm.running_mean"] == FP32
+    assert state["spectral.weight"] == torch.complex64 and state["probe.linear.weight"] == FP32
 
 
 @on_ranks(1)
@@ -243,7 +235,7 @@ class Recurrent(nn.Module):
         return self.last(self.rnn(self.embedding(tokens))[0])
 
 
-def job_in_full_parameters(backend: str) -> list[Any]:
+def outputs_in_full_parameters(backend: str) -> list[Any]:
     torch.manual_seed(0)
     model = fsshard.wrap(Recurrent(), backend=backend, mixed_precision="bf16", auto_wrap_policy={nn.LSTM, nn.Linear})
     optimizer = fsshard.build_optimizer(model, torch.optim.SGD, lr=0.5)
@@ -260,13 +252,14 @@ def job_in_full_parameters(backend: str) -> list[Any]:
     return outputs
 
 
-def test_whole_parameters_are_computed_with_in_the_same_dtype(ranks: RankPool) -> None:
+@on_ranks()
+def test_whole_parameters_are_computed_with_in_the_same_dtype() -> None:
     """As in training, where a unit of the user's model is called within full_parameters(), as generate() does."""
     first = None
     for backend in DISTRIBUTED:
-        found = ranks.run(job_in_full_parameters, 2, backend)[1]
+        found = outputs_in_full_parameters(backend)
         first = first or found
-        assert all(torch.equal(one, two) for one, two in zip(first, found, strict=True)), backend
+        check_equal(first, found, backend)
         assert torch.equal(found[2], found[3]) and torch.equal(found[2], found[4])
 
 
@@ -280,17 +273,13 @@ class Watchful(Spectral):
         return super().forward(x)
 
 
-def job_fp32_unit_under_autocast(backend: str) -> torch.dtype:
+@on_backends(["none", "fsdp2"])
+def test_fp32_units_leave_autocast(backend: str) -> None:
     module = nn.Sequential(nn.Linear(4, 6), Watchful())
     model = fsshard.wrap(module, backend=backend, mixed_precision="bf16")
     with model.autocast():
         model(batch(0))
-    return module[1].seen
-
-
-@pytest.mark.parametrize("backend", ["none", "fsdp2"])
-def test_fp32_units_leave_autocast(ranks: RankPool, backend: str) -> None:
-    assert set(ranks.run(job_fp32_unit_under_autocast, ranks_of(backend), backend)) == {FP32}
+    assert module[1].seen == FP32
 
 
 # ------------------------------------------------------------------------------------------------ the plan

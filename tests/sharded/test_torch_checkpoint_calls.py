@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import fsshard
 from fsshard.sharded.torch_checkpoint_calls import by_name
 from tests.models import Spectral, take_step
-from tests.on_ranks import on_ranks
+from tests.on_ranks import on_backends, on_ranks
 from tests.sets import often
 from tests.training_runs import check_equal, differences
 
@@ -141,9 +141,10 @@ def test_a_training_moves_between_engines_and_numbers_of_ranks(ranks: Any, tmp_p
 # ------------------------------------------------------------------------------------------------ what is returned
 
 
-def job_returned(engine: str) -> list[str]:
-    """Return what differs from the wrapped model's own state dicts, which have whole tensors and names."""
-    model, optimizer, scheduler = wrapped(engine)
+@on_backends(ENGINES)
+def test_names_and_whole_tensors_are_returned(backend: str) -> None:
+    """As by the wrapped model's own state dicts."""
+    model, optimizer, scheduler = wrapped(backend)
     train(model, optimizer, scheduler, range(2))
     weights, states = dict(model.state_dict()), optimizer.state_dict()
     assert [*weights] == [*net().state_dict()]
@@ -164,13 +165,7 @@ def job_returned(engine: str) -> list[str]:
         found += [*differences(weights, both[0]), *differences(states, both[1])]
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert {*weights} - {*trained} == {"last.bias"}
-    return found
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_names_and_whole_tensors_are_returned(ranks: Any, engine: str) -> None:
-    for found in ranks.run(job_returned, 1 if engine == "none" else 2, engine):
-        assert not found
+    assert not found
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
@@ -181,31 +176,26 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def job_set(engine: str) -> list[str]:
-    """Set what another training has, in each way, and return what differs afterwards."""
-    model, optimizer, scheduler = wrapped(engine)
+@on_backends(often(ENGINES, "fsdp", "fairscale"))
+def test_what_was_returned_is_set(backend: str) -> None:
+    """What another training has, in each way."""
+    model, optimizer, scheduler = wrapped(backend)
     train(model, optimizer, scheduler, range(2))
     weights, states = dict(model.state_dict()), optimizer.state_dict()
     found = []
     for settings in ({}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}, {"strict": False}):
         options = StateDictOptions(**settings)
         given = get_state_dict(model, optimizer, options=options)
-        other, others, _ = wrapped(engine, seed=1)
+        other, others, _ = wrapped(backend, seed=1)
         get_optimizer_state_dict(other, others)
         set_state_dict(other, others, model_state_dict=given[0], optim_state_dict=given[1], options=options)
         found += [f"{settings}: {text}" for text in differences(weights, dict(other.state_dict()))]
         found += [f"{settings}: {text}" for text in differences(states, state_of(others))]
-    other, others, _ = wrapped(engine, seed=1)
+    other, others, _ = wrapped(backend, seed=1)
     set_model_state_dict(other, dict(weights))
     set_optimizer_state_dict(other, others, optimizer.state_dict())
     found += [*differences(weights, dict(other.state_dict())), *differences(states, state_of(others))]
-    return found
-
-
-@pytest.mark.parametrize("engine", often(ENGINES, "fsdp", "fairscale"))
-def test_what_was_returned_is_set(ranks: Any, engine: str) -> None:
-    for found in ranks.run(job_set, 1 if engine == "none" else 2, engine):
-        assert not found
+    assert not found
 
 
 @pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "none"])
