@@ -24,18 +24,20 @@ from tests.training_runs import check_equal
 
 
 class Stack(nn.Module):
-    """Layers that are called in another order than they are registered in; some may be left out."""
+    """Layers that are called in another order than they are registered in; some may be left out, or fail."""
 
     def __init__(self, order: tuple[int, ...] = (2, 0, 1)) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
         self.head = nn.Linear(6, 2)
-        self.order = order
+        self.order, self.fail = order, False
 
     def forward(self, x: Tensor) -> Tensor:
         for number in self.order:
             x = self.layers[number](x).tanh()
+            if self.fail:
+                raise ArithmeticError("in the middle")
         return self.head(x)
 
 
@@ -114,11 +116,25 @@ def job_trains(backend: str, case: str) -> tuple[list[float], list[Tensor]]:
         module.order = (2, 0, 1)
     elif case == "called twice":
         module.order = (2, 0, 2, 1)
+    elif case == "raises":
+        module.fail = True
+        with pytest.raises(ArithmeticError):
+            model(data(2))
+        module.fail = False
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.detach().mul_(0.5)
+    elif case == "load":
+        with torch.no_grad():
+            module.order = (2, 0)
+            model(data(2))
+            module.order = (2, 0, 1)
+        model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
     losses += [train(model, optimizer, step) for step in (3, 4)]
     return losses, list(model.state_dict().values())
 
 
-@pytest.mark.parametrize("case", ["all", "left out", "called twice"])
+@pytest.mark.parametrize("case", ["all", "left out", "called twice", "raises", "load"])
 def test_numbers_are_those_of_ddp(ranks: RankPool, case: str) -> None:
     (losses, weights), _ = ranks.run(job_trains, 2, "ddp", case)
     for found in ranks.run(job_trains, 2, "fsdp2", case):
