@@ -20,6 +20,7 @@ from fsshard.errors import RecipeError
 PROJECTIONS = 12
 # Elements that have signs of their own. Those of the next chunk are the same, or all of them flipped.
 CHUNK = 2**16
+AT_ONCE = 4  # chunks that are multiplied by their signs together
 
 
 def real_view(tensor: Tensor) -> Tensor:
@@ -153,18 +154,36 @@ def sketch(tensor: Tensor) -> Sketch:
     total, squares, largest = torch.zeros(3, dtype=torch.float64)
     projections = torch.zeros(PROJECTIONS, dtype=torch.float64)
     signs_in_chunk = _signs(1, CHUNK)
-    signs_of_chunks = _signs(2, chunks)
-    for number, part in enumerate(flat.split(CHUNK)):
-        if not len(part):
-            # A tensor without elements.
-            break
-        _feed_plain(hasher, part)
-        wide = part.double()
+    signs_of_chunks = _signs(-chunks, chunks).flip(1)
+    # Memory is allocated once: fresh pages cost more than the sums.
+    most = min(len(flat), AT_ONCE * CHUNK)
+    wide_numbers = torch.empty(most, dtype=torch.float64)
+    plain_numbers = torch.empty(most, dtype=flat.dtype)
+    for first in range(0, chunks, AT_ONCE):
+        start = first * CHUNK
+        part = flat[start : start + AT_ONCE * CHUNK]
+        count = len(part)
+        wide = wide_numbers[:count].copy_(part)
+        if _has_arithmetic(part):
+            low, high = torch.aminmax(part)
+            part = torch.add(part, 0.0, out=plain_numbers[:count])
+            if low.isnan():
+                part = _plain_nan(part)
+        else:
+            low, high = torch.aminmax(wide)
+        hasher.update(_bytes_of(part))
         total += wide.sum()
-        squares += wide.square().sum()
-        largest = torch.maximum(largest, wide.abs().max())
-        sums = signs_in_chunk[:, : len(part)] @ wide
-        projections += signs_of_chunks[:, number] * sums
+        largest = torch.maximum(largest, torch.maximum(-low, high))
+        rows = math.ceil(count / CHUNK)
+        width = min(count, CHUNK)
+        missing = rows * width - count
+        # The last chunk of several may be shorter; zeros add nothing to its sums.
+        even = torch.nn.functional.pad(wide, (0, missing)) if missing else wide
+        signs_in_row = signs_in_chunk[:, :width].T
+        sums = even.view(rows, width) @ signs_in_row
+        signs = signs_of_chunks[:, first : first + rows].T
+        projections += (signs * sums).sum(0)
+        squares += wide.square_().sum()
     return Sketch(
         digest=hasher.hexdigest(),
         dtype=dtype.removeprefix("torch."),
@@ -182,7 +201,10 @@ def sketch_digest(tensor: Tensor) -> str:
     dtype, shape = _kind(tensor)
     hasher = _hash_of(dtype, shape, flat)
     for part in flat.split(CHUNK):
-        _feed_plain(hasher, part)
+        if _has_arithmetic(part):
+            # -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal.
+            part = _plain_nan(part + 0.0)
+        hasher.update(_bytes_of(part))
     return str(hasher.hexdigest())
 
 
@@ -207,12 +229,13 @@ def _hash_of(dtype: str, shape: tuple[int, ...], flat: Tensor) -> Any:
     return feeder.hasher
 
 
-def _feed_plain(hasher: Any, part: Tensor) -> None:
-    """Feed numbers, -0.0 as 0.0 and every NaN as the same one: a comparison calls them equal."""
+def _has_arithmetic(part: Tensor) -> bool:
     # torch has no arithmetic of float8.
-    if part.is_floating_point() and part.element_size() > 1:
-        part = torch.nan_to_num_(part + 0.0, nan=math.nan, posinf=math.inf, neginf=-math.inf)
-    hasher.update(_bytes_of(part))
+    return part.is_floating_point() and part.element_size() > 1
+
+
+def _plain_nan(part: Tensor) -> Tensor:
+    return torch.nan_to_num_(part, nan=math.nan, posinf=math.inf, neginf=-math.inf)
 
 
 def _bytes_of(part: Tensor) -> Any:
@@ -220,11 +243,32 @@ def _bytes_of(part: Tensor) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _signs(seed: int, count: int) -> Tensor:
-    """Return +1 and -1 for each projection and ``count`` places, the same on every machine."""
-    # numpy promises that no release of it changes the numbers of RandomState.
-    bits = np.random.RandomState(seed).randint(0, 2, (PROJECTIONS, count))
-    return 1.0 - 2.0 * torch.from_numpy(bits).double()
+def _signs(start: int, count: int) -> Tensor:
+    """Return +1 and -1 for ``count`` places and every projection, by integer arithmetic: the same on every machine."""
+    places = torch.arange(start, start + count, dtype=torch.int64)
+    state = splitmix64(places * signed(0x9E3779B97F4A7C15))
+    bits = [(state >> number) & 1 for number in range(PROJECTIONS)]
+    return 1.0 - 2.0 * torch.stack(bits).double()
+
+
+def splitmix64(state: Tensor) -> Tensor:
+    """Scramble int64 numbers by the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    state = (state ^ shifted(state, 30)) * signed(0xBF58476D1CE4E5B9)
+    state = (state ^ shifted(state, 27)) * signed(0x94D049BB133111EB)
+    return state ^ shifted(state, 31)
+
+
+def signed(value: int) -> int:
+    """Return the int64 that has the bits of an unsigned number."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def shifted(value: Tensor, bits: int) -> Tensor:
+    """Shift int64 numbers to the right, zeros coming in; torch's shift repeats the sign."""
+    # The bits that come in.
+    mask = 2 ** (64 - bits) - 1
+    return torch.bitwise_and(value >> bits, mask)
 
 
 def apart(one: Sketch, other: Sketch) -> Iterator[float]:
