@@ -28,6 +28,7 @@ Recipe = Annotated[
     ),
 ]
 MixedPrecision = Annotated[str | None, Option(help="fp32, bf16 or fp16; the recipe's by default.")]
+Backends = Annotated[str, Option(help="Comma-separated backends.")]
 Target = Annotated[str, Option(help="Device to estimate for: cpu or cuda.")]
 Machine = Annotated[
     str | None,
@@ -131,7 +132,7 @@ def import_(
 
 def estimate(
     recipe: Recipe,
-    backends: Annotated[str, Option(help="Comma-separated backends.")] = DEFAULT_BACKENDS,
+    backends: Backends = DEFAULT_BACKENDS,
     world_size: Annotated[list[str] | None, Option(help="Comma-separated numbers of ranks.", show_default="2")] = None,
     mesh: Annotated[
         str | None,
@@ -221,7 +222,7 @@ def tune(
         str | None,
         Option(help="Memory per rank, such as 40GiB; without it the plan with the smallest peak wins."),
     ] = None,
-    backends: Annotated[str, Option(help="Comma-separated backends.")] = "fsdp2",
+    backends: Backends = "fsdp2",
     meshes: Annotated[
         str | None,
         Option(

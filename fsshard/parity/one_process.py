@@ -35,23 +35,22 @@ def random_state() -> str:
 @contextlib.contextmanager
 def kept_random_numbers() -> Iterator[None]:
     """Put every global generator back afterwards."""
-    cpu = torch.get_rng_state()
-    cuda = cuda_states()
+    devices = []
+    if torch.cuda.is_initialized():
+        devices.append(torch.cuda.current_device())
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        torch.set_rng_state(cpu)
-        for state in cuda:
-            torch.cuda.set_rng_state(state)
         random.setstate(python)
         np.random.set_state(numpy)
 
 
 def cuda_states() -> list[Tensor]:
     """Return the state of the current device's generator, if CUDA is in use."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         return [torch.cuda.get_rng_state()]
     return []
 
