@@ -24,15 +24,15 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LIBRARY = ("fsshard", "compat")
 BOUNDS: dict[str, float] = {
-    "nodes": 414_900,
-    "nodes per line": 9.14,
+    "nodes": 415_700,
+    "nodes per line": 9.15,
     "nodes per line of the densest file": 10,
     "files of more than ten nodes per line": 0,
     "comprehensions per 100 lines": 3,
     "conditional expressions per 100 lines": 1.63,
-    "lines": 65_620,
-    "lines of tests": 60_960,
-    "nodes of tests": 520_300,
+    "lines": 65_650,
+    "lines of tests": 60_670,
+    "nodes of tests": 517_350,
 }
 """Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000
 lines, and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""

@@ -214,6 +214,11 @@ class FSDP2Backend(TorchShardedBackend):
         self._adopt(modules)
         self._kept = KeptGathered(self._units, weakref.WeakMethod(self._gradients_come))
         self._watch()
+        self._root_parts = [self._torchs[name] for name in self.groups.get("", ())]
+        # That of a unit that stays gathered behind a forward: the root, or all.
+        self._kept_state = self._state
+        if self._keeps_gathered:
+            self._kept_state = state_of(self._units[0])
         self._let_the_root_be_first({unit: modules[unit] for unit in self.groups if unit})
         self._choose_gathers()
         return self.module
@@ -373,11 +378,6 @@ class FSDP2Backend(TorchShardedBackend):
         self._gathered = GatheredWeights(modules)
         self._versions: list[int] = []  # of the shards before a forward that is looked at
         self._state = state_of(self.module)
-        self._root_parts = [self._torchs[name] for name in self.groups.get("", ())]
-        # That of a unit that stays gathered behind a forward: the root, or all.
-        self._kept_state = self._state
-        if self._keeps_gathered:
-            self._kept_state = state_of(self._units[0])
         # A method that runs in place of the forward may call it.
         self.module.register_forward_hook(lambda *_: forward_goes_on(self._state), prepend=True)
         self.module.register_forward_hook(self._look)

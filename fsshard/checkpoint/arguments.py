@@ -26,12 +26,7 @@ TIMEOUT = 300.0
 """Seconds to wait for ranks, where the caller does not say."""
 
 
-def check_call(
-    name: str,
-    path: object,
-    timeout: object,
-    **flags: object,
-) -> tuple[str, str]:
+def check_call(name: str, path: object, timeout: object, **flags: object) -> tuple[str, str]:
     """Check a path, a timeout and flags; return the path from the home directory, and the call as messages show it."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(
@@ -110,11 +105,7 @@ def described_call(
     return f"{call[:-1]}, {', '.join(arguments)})"
 
 
-def named_objects(
-    scheduler: Any,
-    scaler: Any,
-    others: Values,
-) -> Tree:
+def named_objects(scheduler: Any, scaler: Any, others: Values) -> Tree:
     """Return what is saved besides the model and its optimizers, by name; several with state as one object each."""
     objects = {}
     if scheduler is not None:

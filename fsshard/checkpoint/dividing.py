@@ -49,10 +49,7 @@ def announced_by(parts: Parts, rank: int, *, by_rule: bool) -> dict[str, list[An
     return told
 
 
-def divide(
-    tables: Sequence[Values],
-    call: str,
-) -> dict[str, TensorInfo]:
+def divide(tables: Sequence[Values], call: str) -> dict[str, TensorInfo]:
     """Decide which rank writes which elements of which tensor: each once, by a rank that has them.
 
     Engines differ only in this: a rank holds a range of each flattened tensor. Where that is by a rule, ranks may hold

@@ -175,11 +175,7 @@ def _list(path: Path) -> Listing:
     return Listing(path, rows, [stray.name for stray in leftovers(path)])
 
 
-def _inspect_one(
-    path: Path,
-    verify: bool,
-    progress: Callable[[int, int], None] | None,
-) -> Inspection:
+def _inspect_one(path: Path, verify: bool, progress: Callable[[int, int], None] | None) -> Inspection:
     contents = {}
     problems = []
     done = 0

@@ -108,11 +108,7 @@ class PatientStore:
                 self._asking = answered
 
 
-def answer_within(
-    seconds: float,
-    question: Callable[[], Answer],
-    answered: threading.Event | None = None,
-) -> Answer:
+def answer_within(seconds: float, question: Callable[[], Answer], answered: threading.Event | None = None) -> Answer:
     """Return what ``question()`` returns, or raise what it raises, or DistStoreError if it does not come back in time.
 
     Its thread is left behind then. Time in which this process stands still (a suspended job) counts as one slice at

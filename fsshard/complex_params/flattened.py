@@ -320,11 +320,7 @@ def _call_origin(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return cls._fsshard_origin(*args, **kwargs)
 
 
-def flattened_class(
-    origin: type[nn.Module],
-    views: Views,
-    mixin: type[Flattened],
-) -> type[nn.Module]:
+def flattened_class(origin: type[nn.Module], views: Views, mixin: type[Flattened]) -> type[nn.Module]:
     key = (origin, views, mixin)
     cls = _classes.get(key)
     if cls is None:

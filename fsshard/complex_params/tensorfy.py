@@ -63,12 +63,7 @@ def tensorfy(model: ModuleT, *, scalars: bool = False, in_order: bool = False) -
     return model
 
 
-def flatten_modules(
-    modules: Mapping[str, nn.Module],
-    *,
-    scalars: bool = False,
-    in_order: bool = False,
-) -> None:
+def flatten_modules(modules: Mapping[str, nn.Module], *, scalars: bool = False, in_order: bool = False) -> None:
     """Do what :func:`tensorfy` does to a model's modules, for a caller that has run :func:`check_tensorfiable`."""
     memo: dict[int, nn.Parameter] = {}
     classes = factorised_classes()

@@ -179,11 +179,7 @@ def _fitting_nprocs(nprocs: int | None, backend: str | None, oversubscribe: bool
 # ------------------------------------------------------------------------------------------------------- on each rank
 
 
-def _run(
-    join: Callable[[], Context],
-    fn: Job,
-    args: Arguments,
-) -> tuple[str, Any]:
+def _run(join: Callable[[], Context], fn: Job, args: Arguments) -> tuple[str, Any]:
     """Join, call, leave; return how ``fn`` finished, with ``"return"`` or ``"sys.exit(0)"``, and what it returned."""
     made_here = not dist.is_initialized()
     context, how, result = join(), "return", None

@@ -29,11 +29,7 @@ class OffloadedForward(RecomputedForward):
 
 
 @disable_dynamo  # hooks on saved tensors break a graph in any case
-def _offloading(
-    owner: OffloadedForward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _offloading(owner: OffloadedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weights = _Weights(owner.module)
 
     def pack(tensor: Tensor) -> Tensor | HostCopy:

@@ -146,11 +146,7 @@ def compiled_modules(plan: Plan, compilation: Compilation) -> tuple[str, ...]:
     return tuple(names)
 
 
-def compile_units(
-    modules: Mapping[str, nn.Module],
-    plan: Plan,
-    compilation: Compilation | None,
-) -> None:
+def compile_units(modules: Mapping[str, nn.Module], plan: Plan, compilation: Compilation | None) -> None:
     """Compile the forwards of units, given the modules of a tensorfied model, before anything else is around them."""
     # Units of one class share what was compiled for one of them. Other models, and the same model wrapped before, do
     # not: their entries would count against the limit after which torch.compile goes back to eager mode. And the limit

@@ -298,11 +298,7 @@ def unequal(rank: int, note: str, expected: str = "", got: str = "") -> Differen
     return Difference(verdict="different", rank=rank, expected=expected, got=got, note=note)
 
 
-def value_differences(
-    expected: Arguments,
-    got: Arguments,
-    rank: int,
-) -> Iterator[tuple[str, Difference]]:
+def value_differences(expected: Arguments, got: Arguments, rank: int) -> Iterator[tuple[str, Difference]]:
     """Compare values that are no tensors, key by key; a key that one side lacks is a difference too."""
     for key in dict.fromkeys([*expected, *got]):
         one = _text_of(expected, key)

@@ -369,11 +369,7 @@ class _Export:
             raise CheckpointError(f"{path} exists; it holds no DCP checkpoint alone, or choose another path")
 
 
-def _state_by_name(
-    reader: TensorReader,
-    optimizer: str,
-    groups: Sequence[Values],
-) -> dict[Any, Any]:
+def _state_by_name(reader: TensorReader, optimizer: str, groups: Sequence[Values]) -> dict[Any, Any]:
     """Return the state of an optimizer's parameters by name, with placeholders for tensors."""
     from fsshard.checkpoint.interop.torch_formats import Placeholder
 

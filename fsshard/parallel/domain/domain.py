@@ -24,12 +24,7 @@ from fsshard.torch_private.fake_tensors import FakeTensor
 class DomainLpLoss(LpLoss):
     """neuraloperator's ``LpLoss``: norms over the whole field; one sum over the domain's ranks."""
 
-    def __init__(
-        self,
-        domain: Slabs,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain
@@ -86,12 +81,7 @@ class DomainLpLoss(LpLoss):
 class DomainH1Loss(H1Loss):
     """neuraloperator's ``H1Loss`` of the whole fields, which are gathered: differences go over the slabs' borders."""
 
-    def __init__(
-        self,
-        domain: Slabs,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, domain: Slabs, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _check_dimensions(domain, self.d)
         self.domain = domain

@@ -93,11 +93,7 @@ class Axis:
         rank = self.rank
         return tensor.narrow(parts.dim, sum(parts.sizes[:rank]), parts.sizes[rank])
 
-    def exchange(
-        self,
-        pieces: Sequence[Tensor],
-        shapes: Sequence[Sequence[int]],
-    ) -> list[Tensor]:
+    def exchange(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send ``pieces[i]`` to rank i, and return what came from each, of these shapes. Collective."""
         # All pieces lie in one buffer, rank after rank, in the order of all_to_all_single.
         lengths = [piece.numel() for piece in pieces]
@@ -231,11 +227,7 @@ def summed(value: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        axes: tuple[Axis, ...],
-    ) -> Tensor:
+    def forward(ctx: Any, value: Tensor, axes: tuple[Axis, ...]) -> Tensor:
         ctx.axes = axes
         total = value.resolve_conj().clone(memory_format=torch.contiguous_format)
         for axis in axes:
