@@ -24,7 +24,7 @@ ADVICE = "make it smaller, or raise the bound and say in the commit why"
 
 LIBRARY = ("fsshard", "compat")
 BOUNDS: dict[str, float] = {
-    "nodes": 415_700,
+    "nodes": 415_720,
     "nodes per line": 9.15,
     "nodes per line of the densest file": 10,
     "files of more than ten nodes per line": 0,
@@ -32,7 +32,7 @@ BOUNDS: dict[str, float] = {
     "conditional expressions per 100 lines": 1.63,
     "lines": 65_650,
     "lines of tests": 60_700,
-    "nodes of tests": 517_700,
+    "nodes of tests": 517_710,
 }
 """Measure -> at most, as it stands. Nodes and lines are too many: the aims are 335,000 nodes and 8.5 a line; 54,000
 lines, and 52,000 of tests. Lines may grow where dense ones are split or a reason is told, while nodes fall."""

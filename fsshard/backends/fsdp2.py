@@ -583,7 +583,15 @@ class FSDP2Backend(TorchShardedBackend):
                     parts[names[id(place.module), place.param_name]] = part
         return parts
 
+    @contextlib.contextmanager
+    def bare(self) -> Iterator[nn.Module]:
+        # FSDP2's own hook on state_dict() puts shards back into modules.
+        self._hear_gathered()
+        with super().bare() as module:
+            yield module
+
     def reshard(self) -> None:
+        self._hear_gathered()
         self._kept.let_go()
         for unit in self._units:
             abandon(unit)

@@ -130,11 +130,7 @@ class ValueSource:
         # by the identity of the first: without and with memory, and the name
         self._buffers: dict[int, tuple[Tensor, Tensor, str]] = {}
 
-    def make_real(
-        self,
-        region: Iterable[nn.Module],
-        places: list[list[ParameterSlot]],
-    ) -> list[nn.Parameter]:
+    def make_real(self, region: Iterable[nn.Module], places: list[list[ParameterSlot]]) -> list[nn.Parameter]:
         """Give memory and values to one unit. Collective.
 
         Args:

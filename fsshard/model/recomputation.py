@@ -145,11 +145,7 @@ class RecomputedForward(RecomputingForward):
 
 
 @disable_dynamo  # as torch's own second forward; both have to save the same tensors
-def _checkpointed(
-    owner: RecomputedForward,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _checkpointed(owner: RecomputedForward, args: Args, kwargs: Kwargs) -> Any:
     run = _Recomputation(owner, args, kwargs)
     return checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=owner.preserve_rng_state)
 
@@ -243,11 +239,7 @@ def _naming(what: str) -> Iterator[None]:
         yield
 
 
-def _check_arguments(
-    what: str,
-    args: Args,
-    kwargs: Kwargs,
-) -> list[tuple[Any, int]]:
+def _check_arguments(what: str, args: Args, kwargs: Kwargs) -> list[tuple[Any, int]]:
     """Raise for an iterator, which a second forward would find empty; return caches with their lengths.
 
     Other objects are handed to the second forward as the first has left them, as torch's checkpoint does.

@@ -133,6 +133,7 @@ def job_frozen_by_its_module(engine: dict[str, Any] | None) -> dict[str, Tensor]
     optimizer = optimizer or fsshard.build_optimizer(model, torch.optim.AdamW, lr=0.1)
     for number in range(5):
         model.head.requires_grad_(number % 2 == 0)
+        model.state_dict()
         with silent():
             model(batch(2 * number)).square().mean().backward()
         output = model(batch(2 * number + 1))
